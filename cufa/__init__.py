@@ -1,0 +1,49 @@
+"""FlashAttention for NumPy and CuPy: no PyTorch, no compiler, no build step.
+
+>>> import cufa
+>>> out = cufa.attention(q, k, v, causal=True)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cufa.attention import attention, merge
+from cufa.errors import (
+    ArgumentError,
+    BuildError,
+    CufaError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UnsupportedError,
+)
+from cufa.flash_attn import flash_attn_func
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "BuildError",
+    "CufaError",
+    "DTypeError",
+    "DeviceError",
+    "ShapeError",
+    "UnsupportedError",
+    "attention",
+    "flash_attn_func",
+    "get_best_config",
+    "merge",
+    "warmup",
+]
+
+#: Public names that live behind the GPU folder: imported when first asked for, so that `import cufa` is quick.
+_LAZY = {"get_best_config": "cufa.gpu.config", "warmup": "cufa.gpu.warmup"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'cufa' has no attribute {name!r}")

@@ -1,0 +1,74 @@
+"""The names that users of flash-attn know, over `cufa.attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cufa.attention import attention
+from cufa.errors import ArgumentError, UnsupportedError
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_bias: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    """`cufa.attention` under flash-attn's argument names, in layout (batch, heads, seqlen, head_dim).
+
+    Note the layout: flash-attn's own function takes (batch, seqlen, heads, head_dim); for such arrays call
+    ``cufa.attention(..., layout="bshd")``.
+
+    Parameters
+    ----------
+    q : array, shape (batch, heads, seqlen_q, head_dim)
+    k : array, shape (batch, kv_heads, seqlen_k, head_dim)
+    v : array, shape (batch, kv_heads, seqlen_k, head_dim_v)
+    attn_bias : float array, broadcastable to (batch, heads, seqlen_q, seqlen_k), default None
+    softmax_scale : float, default ``1 / sqrt(head_dim)``
+    causal : bool, default False
+        Bottom-right: query i sees keys ``j <= i + seqlen_k - seqlen_q``.
+    window_size : pair (left, right), default (-1, -1)
+        Inclusive; -1 is unbounded.
+    softcap : float, default 0.0
+        0 is no cap.
+    alibi_slopes : float array, shape (heads,) or (batch, heads), default None
+    dropout_p : float, default 0.0
+        Only 0 so far.
+    return_lse : bool, default False
+
+    Returns
+    -------
+    out : array, shape (batch, heads, seqlen_q, head_dim_v)
+    lse : array, shape (batch, heads, seqlen_q), only with `return_lse`
+
+    Raises
+    ------
+    UnsupportedError
+        `dropout_p` is not 0.
+    ArgumentError, DeviceError, DTypeError, ShapeError
+        As `cufa.attention`.
+    """
+    if not 0 <= dropout_p < 1:
+        raise ArgumentError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not implemented yet, only 0.0 works")
+    return attention(
+        q,
+        k,
+        v,
+        bias=attn_bias,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap or None,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_lse,
+    )
