@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,7 +42,9 @@ def describe(name: str, a: Any) -> ArrayFacts:
     """
     if isinstance(a, np.ndarray):
         if isinstance(a, (np.ma.MaskedArray, np.matrix)):
-            raise DTypeError(f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)")
+            raise DTypeError(
+                f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)"
+            )
         return ArrayFacts(a.shape, a.strides, a.dtype, CPU)
     if is_cupy(a):
         return ArrayFacts(a.shape, a.strides, a.dtype, a.data.device_id)
@@ -51,9 +54,7 @@ def describe(name: str, a: Any) -> ArrayFacts:
 def namespace(a: Any) -> ModuleType:
     """The module, numpy or cupy, that `a` belongs to."""
     if is_cupy(a):
-        import cupy
-
-        return cupy
+        return importlib.import_module("cupy")
     return np
 
 
@@ -64,7 +65,7 @@ def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
         if a is None:
             continue
         try:
-            shared = np.shares_memory(target, _as_addresses(a), max_work=10_000)
+            shared = np.shares_memory(target, _as_addresses(a), max_work=10_000)  # type: ignore[arg-type]
         except np.exceptions.TooHardError:
             shared = True
         if shared:
@@ -101,7 +102,9 @@ def sign(
     """The call as hashable facts; options of another type than the documented one are refused here."""
     for name, option in (("causal", causal), ("layout", layout), ("algorithm", algorithm)):
         if not isinstance(option, (bool, str, np.bool_)):
-            raise ArgumentError(f"{name} is {option!r}, of type {type(option).__name__}; see the documentation")
+            raise ArgumentError(
+                f"{name} is {option!r}, of type {type(option).__name__}; see the documentation"
+            )
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
     facts = describe("q", q)
     aligned = True

@@ -117,7 +117,9 @@ def attention(
     return launch.run(call, arrays)
 
 
-def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: str = "bhsd") -> tuple[Any, Any]:
+def merge(
+    out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: str = "bhsd"
+) -> tuple[Any, Any]:
     """Attention over the keys of two calls together, from the results of each.
 
     With ``lse = logaddexp(lse_a, lse_b)`` the result is
@@ -147,7 +149,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, *, layout: str = "bhsd
     Source: the merge of partial softmax states, Dao, arXiv:2307.08691, section 3.1; computed from the
     difference to the larger lse, so that no exponential overflows.
     """
-    check_merge(*(describe(n, a) for n, a in zip(_MERGE_NAMES, (out_a, lse_a, out_b, lse_b), strict=True)), layout)
+    pairs = zip(_MERGE_NAMES, (out_a, lse_a, out_b, lse_b), strict=True)
+    check_merge([describe(name, a) for name, a in pairs], layout)
     xp = namespace(out_a)
     top = xp.maximum(lse_a, lse_b)
     base = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # -inf - -inf is NaN

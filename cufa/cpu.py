@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cufa.arrays import Arrays, check_overlap
 from cufa.problem import Signature, make_problem
 
@@ -14,6 +12,5 @@ def run(call: Signature, arrays: Arrays) -> Any:
     problem = make_problem(call)
     if arrays.out is not None:
         check_overlap(arrays.out, arrays._asdict())
-    from cufa import reference
 
     raise NotImplementedError

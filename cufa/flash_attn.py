@@ -59,7 +59,9 @@ def flash_attn_func(
     if not 0 <= dropout_p < 1:
         raise ArgumentError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if dropout_p:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not implemented yet, only 0.0 works")
+        raise UnsupportedError(
+            f"dropout_p is {dropout_p}; dropout is not implemented yet, only 0.0 works"
+        )
     return attention(
         q,
         k,

@@ -133,7 +133,9 @@ def make_problem(call: Signature) -> Problem:
     """
     q, k, v, layout = call.q, call.k, call.v, call.layout
     if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+        raise ArgumentError(
+            f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}"
+        )
     if call.algorithm not in ALGORITHMS:
         raise ArgumentError(
             f"algorithm is {call.algorithm!r}; it must be one of {', '.join(map(repr, ALGORITHMS))}"
@@ -186,7 +188,9 @@ def plain_window(window: Any) -> tuple[int | None, int | None]:
     try:
         left, right = window
     except (TypeError, ValueError):
-        raise ArgumentError(f"window is {window!r}; it must be a pair (left, right) or None") from None
+        raise ArgumentError(
+            f"window is {window!r}; it must be a pair (left, right) or None"
+        ) from None
     return _bound("left", left), _bound("right", right)
 
 
@@ -196,7 +200,9 @@ def _bound(side: str, bound: Any) -> int | None:
     try:
         bound = operator.index(bound)
     except TypeError:
-        raise DTypeError(f"window has {side} bound {bound!r}; it must be an integer or None") from None
+        raise DTypeError(
+            f"window has {side} bound {bound!r}; it must be an integer or None"
+        ) from None
     if bound < -1:
         raise ArgumentError(
             f"window has {side} bound {bound}; it must be at least 0 (keys on that side of the diagonal, "
@@ -215,27 +221,40 @@ def plain_number(name: str, value: Any) -> float:
         raise DTypeError(f"{name} is a {type(value).__name__}; it must be a number") from None
 
 
-def check_merge(out_a: ArrayFacts, lse_a: ArrayFacts, out_b: ArrayFacts, lse_b: ArrayFacts, layout: str) -> None:
-    """Check the arguments of `cufa.merge`."""
+def check_merge(arrays: list[ArrayFacts], layout: str) -> None:
+    """Check the arguments of `cufa.merge`, in its order."""
+    out_a, lse_a, out_b, lse_b = arrays
     if layout not in LAYOUTS:
-        raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}")
+        raise ArgumentError(
+            f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}"
+        )
     for name, a in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if a.device != out_a.device:
-            raise DeviceError(f"out_a is on {_place(out_a.device)} and {name} is on {_place(a.device)}")
+            raise DeviceError(
+                f"out_a is on {_place(out_a.device)} and {name} is on {_place(a.device)}"
+            )
     if len(out_a.shape) not in (2, 3, 4):
-        raise ShapeError(f"out_a has {len(out_a.shape)} axes, shape {out_a.shape}; it must have 2, 3 or 4")
+        raise ShapeError(
+            f"out_a has {len(out_a.shape)} axes, shape {out_a.shape}; it must have 2, 3 or 4"
+        )
     if out_b.shape != out_a.shape:
-        raise ShapeError(f"out_a has shape {out_a.shape} and out_b has {out_b.shape}; they must be equal")
+        raise ShapeError(
+            f"out_a has shape {out_a.shape} and out_b has {out_b.shape}; they must be equal"
+        )
     rows = _four_axes(out_a.shape, layout)[4 - len(out_a.shape) : -1]
     for name, a in (("lse_a", lse_a), ("lse_b", lse_b)):
         if a.shape != rows:
-            raise ShapeError(f"{name} has shape {a.shape}; for out_a of shape {out_a.shape} it must be {rows}")
+            raise ShapeError(
+                f"{name} has shape {a.shape}; for out_a of shape {out_a.shape} it must be {rows}"
+            )
     for pair in ((("out_a", out_a), ("out_b", out_b)), (("lse_a", lse_a), ("lse_b", lse_b))):
         (name, a), (other, b) = pair
         if dtype_name(a.dtype) not in FLOAT_DTYPES:
             raise DTypeError(f"{name} is {dtype_name(a.dtype)}; it takes {', '.join(FLOAT_DTYPES)}")
         if a.dtype != b.dtype:
-            raise DTypeError(f"{name} is {dtype_name(a.dtype)} and {other} is {dtype_name(b.dtype)}")
+            raise DTypeError(
+                f"{name} is {dtype_name(a.dtype)} and {other} is {dtype_name(b.dtype)}"
+            )
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
@@ -264,16 +283,22 @@ def _place(device: int) -> str:
 def _check_dtypes(call: Signature) -> str:
     for name, facts in _given(call):
         if not facts.dtype.isnative:
-            raise DTypeError(f"{name} is stored in the other byte order ({facts.dtype.str}); convert it with astype")
+            raise DTypeError(
+                f"{name} is stored in the other byte order ({facts.dtype.str}); convert it with astype"
+            )
     dtype = dtype_name(call.q.dtype)
     for name in ("q", "k", "v", "out"):
         facts = getattr(call, name)
         if facts is None:
             continue
         if dtype_name(facts.dtype) not in FLOAT_DTYPES:
-            raise DTypeError(f"{name} is {dtype_name(facts.dtype)}; attention takes {', '.join(FLOAT_DTYPES)}")
+            raise DTypeError(
+                f"{name} is {dtype_name(facts.dtype)}; attention takes {', '.join(FLOAT_DTYPES)}"
+            )
         if dtype_name(facts.dtype) != dtype:
-            raise DTypeError(f"q is {dtype} and {name} is {dtype_name(facts.dtype)}; their dtypes must be equal")
+            raise DTypeError(
+                f"q is {dtype} and {name} is {dtype_name(facts.dtype)}; their dtypes must be equal"
+            )
     if call.mask is not None and dtype_name(call.mask.dtype) != "bool":
         raise DTypeError(
             f"mask is {dtype_name(call.mask.dtype)}; it must be bool, True where a key takes part "
@@ -282,7 +307,9 @@ def _check_dtypes(call: Signature) -> str:
     for name in ("bias", "alibi_slopes", "sink"):
         facts = getattr(call, name)
         if facts is not None and dtype_name(facts.dtype) not in FLOAT_DTYPES:
-            raise DTypeError(f"{name} is {dtype_name(facts.dtype)}; it takes {', '.join(FLOAT_DTYPES)}")
+            raise DTypeError(
+                f"{name} is {dtype_name(facts.dtype)}; it takes {', '.join(FLOAT_DTYPES)}"
+            )
     return dtype
 
 
@@ -296,7 +323,9 @@ def _check_ranks(call: Signature) -> None:
     for name in ("k", "v"):
         shape = getattr(call, name).shape
         if len(shape) != rank:
-            raise ShapeError(f"q has {rank} axes and {name} has {len(shape)}, shape {shape}; they must have as many")
+            raise ShapeError(
+                f"q has {rank} axes and {name} has {len(shape)}, shape {shape}; they must have as many"
+            )
 
 
 def _check_sizes(call: Signature) -> None:
@@ -304,7 +333,9 @@ def _check_sizes(call: Signature) -> None:
     q, k, v = (_four_axes(facts.shape, layout) for facts in (call.q, call.k, call.v))
     for name, other in (("k", k), ("v", v)):
         if q[0] != other[0]:
-            raise ShapeError(f"q has batch {q[0]} and {name} has batch {other[0]}; they must be equal")
+            raise ShapeError(
+                f"q has batch {q[0]} and {name} has batch {other[0]}; they must be equal"
+            )
     if q[3] != k[3]:
         raise ShapeError(f"q has head_dim {q[3]} and k has head_dim {k[3]}; they must be equal")
     if k[1] != v[1]:
@@ -327,12 +358,18 @@ def _check_out(out: ArrayFacts, shape: Shape, q: ArrayFacts) -> None:
     if out.shape != shape:
         raise ShapeError(f"out has shape {out.shape}; it must be {shape}")
     if out.shape[-1] > 1 and out.strides[-1] != q.dtype.itemsize:
-        raise ShapeError(f"out has stride {out.strides[-1]} bytes along its last axis; that axis must be contiguous")
+        raise ShapeError(
+            f"out has stride {out.strides[-1]} bytes along its last axis; that axis must be contiguous"
+        )
     # Axes from the innermost out: each must step over all that lies inside it.
     reach = 0
-    for stride, size in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1):
+    for stride, size in sorted(
+        (abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1
+    ):
         if stride <= reach:
-            raise ShapeError(f"out has strides {out.strides} for shape {out.shape}: elements overlap in memory")
+            raise ShapeError(
+                f"out has strides {out.strides} for shape {out.shape}: elements overlap in memory"
+            )
         reach += stride * (size - 1)
 
 
@@ -348,13 +385,17 @@ def _check_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
     if not (math.isfinite(softcap) and softcap > 0):
-        raise ArgumentError(f"softcap is {softcap}; it must be positive and finite, or None for no cap")
+        raise ArgumentError(
+            f"softcap is {softcap}; it must be positive and finite, or None for no cap"
+        )
     return softcap
 
 
 def _band(causal: bool | str, window: Window, seqlen_q: int, seqlen_k: int) -> Band:
     if causal not in (False, True, "top_left"):
-        raise ArgumentError(f"causal is {causal!r}; it must be False, True (bottom-right) or 'top_left'")
+        raise ArgumentError(
+            f"causal is {causal!r}; it must be False, True (bottom-right) or 'top_left'"
+        )
     diagonal = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = window or (None, None)
     if causal:
@@ -392,7 +433,9 @@ def _contiguous(shape: Shape, layout: str, dtype: str) -> Operand:
         step *= size
     shape4 = _four_axes(shape, layout)
     strides4 = _four_axes(tuple(reversed(strides)), layout, missing=0)
-    return Operand(shape4, tuple(s if n > 1 else 0 for s, n in zip(strides4, shape4, strict=True)), dtype)
+    return Operand(
+        shape4, tuple(s if n > 1 else 0 for s, n in zip(strides4, shape4, strict=True)), dtype
+    )
 
 
 def _rows_aligned(a: Operand) -> bool:
@@ -413,7 +456,9 @@ def _broadcast(name: str, facts: ArrayFacts, target: Shape) -> Operand:
 def _per_head(name: str, facts: ArrayFacts, batch: int | None, heads: int) -> Operand:
     allowed = [(heads,)] if batch is None else [(heads,), (batch, heads)]
     if facts.shape not in allowed:
-        raise ShapeError(f"{name} has shape {facts.shape}; it must be {' or '.join(map(str, allowed))}")
+        raise ShapeError(
+            f"{name} has shape {facts.shape}; it must be {' or '.join(map(str, allowed))}"
+        )
     missing = 2 - len(facts.shape)
     shape = (1,) * missing + facts.shape + (1, 1)
     strides = (0,) * missing + facts.strides + (0, 0)
