@@ -37,7 +37,8 @@ __all__ = [
     "warmup",
 ]
 
-#: Public names that live behind the GPU folder: imported when first asked for, so that `import cufa` is quick.
+#: Public names that live behind the GPU folder: imported when first asked for, so that
+#: `import cufa` is quick.
 _LAZY = {"get_best_config": "cufa.gpu.config", "warmup": "cufa.gpu.warmup"}
 
 

@@ -1,4 +1,7 @@
-"""Which library an array belongs to, and what the checks need to know of it. Imports no GPU library."""
+"""Which library an array belongs to, and what the checks need to know of it.
+
+Imports no GPU library.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def namespace(a: Any) -> ModuleType:
 
 
 def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
-    """Raise if `out` shares an element with an input: it would be overwritten while it is still read."""
+    """Raise if `out` shares an element with an input: it would be overwritten while still read."""
     target = _as_addresses(out)
     for name, a in inputs.items():
         if a is None:
@@ -99,7 +102,7 @@ def sign(
     return_lse: Any,
     algorithm: Any,
 ) -> Signature:
-    """The call as hashable facts; options of another type than the documented one are refused here."""
+    """The call as hashable facts; options of another type than documented are refused here."""
     for name, option in (("causal", causal), ("layout", layout), ("algorithm", algorithm)):
         if not isinstance(option, (bool, str, np.bool_)):
             raise ArgumentError(

@@ -29,18 +29,19 @@ def attention(
 ) -> Any:
     """Exact attention, ``softmax(scale * q @ k.T) @ v``, without forming the score matrix.
 
-    NumPy arrays run on the CPU, CuPy arrays on the GPU that holds them, in CuPy's current stream; the
-    result is of the same library. Memory beyond the result is O(seqlen).
+    NumPy arrays run on the CPU, CuPy arrays on the GPU that holds them, in CuPy's current stream;
+    the result is of the same library. Memory beyond the result is O(seqlen).
 
-    The score of query i and key j is ``s = scale * q[i] @ k[j]``; then ``softcap * tanh(s / softcap)``; then
-    ``- slope * |i + seqlen_k - seqlen_q - j|`` and ``+ bias``; then masks; then softmax over the keys.
+    The score of query i and key j is ``s = scale * q[i] @ k[j]``; then
+    ``softcap * tanh(s / softcap)``; then ``- slope * |i + seqlen_k - seqlen_q - j|`` and
+    ``+ bias``; then masks; then softmax over the keys.
 
     Parameters
     ----------
     q : array, shape (batch, heads, seqlen_q, head_dim)
         float16, bfloat16 (of `ml_dtypes`), float32 or float64. Leading axes may be missing:
-        (heads, seqlen_q, head_dim) and (seqlen_q, head_dim) work too. Any strides, also zero and negative; an
-        input whose last axis is not contiguous is copied first on the GPU.
+        (heads, seqlen_q, head_dim) and (seqlen_q, head_dim) work too. Any strides, also zero and
+        negative; an input whose last axis is not contiguous is copied first on the GPU.
     k : array, shape (batch, kv_heads, seqlen_k, head_dim)
     v : array, shape (batch, kv_heads, seqlen_k, head_dim_v)
         Same dtype, device and number of axes as `q`. `kv_heads` divides `heads`: query head h reads
@@ -51,8 +52,8 @@ def attention(
         "top_left": query i sees keys ``j <= i`` (PyTorch's rule).
     window : pair (left, right), default None
         Query i sees keys from ``i + d - left`` to ``i + d + right``, both included, where ``d`` is
-        ``seqlen_k - seqlen_q``, or 0 for ``causal="top_left"``. None or -1 leaves a side open; 0 is a bound.
-        `causal` lowers `right` to 0.
+        ``seqlen_k - seqlen_q``, or 0 for ``causal="top_left"``. None or -1 leaves a side open;
+        0 is a bound. `causal` lowers `right` to 0.
     mask : bool array, broadcastable to (batch, heads, seqlen_q, seqlen_k), default None
         True where a key takes part.
     bias : float array, broadcastable to (batch, heads, seqlen_q, seqlen_k), default None
@@ -60,30 +61,33 @@ def attention(
     alibi_slopes : float array, shape (heads,) or (batch, heads), default None
     softcap : float > 0, default None
     sink : float array, shape (heads,), default None
-        A logit for each query head that takes part in the softmax's denominator and in lse, but has no value.
+        A logit for each query head that takes part in the softmax's denominator and in lse, but
+        has no value.
     scale : float, default ``1 / sqrt(head_dim)``
     layout : {"bhsd", "bshd"}, default "bhsd"
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
     algorithm : {"auto", "fa2"}, default "auto"
     out : array, default None
-        Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with an input.
+        Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
+        an input.
 
     Returns
     -------
     out : array, shape (batch, heads, seqlen_q, head_dim_v) in the layout of `q`, dtype of `q`
         A row that sees no key is zero.
     lse : array, shape (batch, heads, seqlen_q), only with `return_lse`
-        Natural log of the sum of the exponentials of a row's scores (and of its sink), float32, or float64
-        for float64 inputs. Minus infinity for a row that sees no key (with a sink, the sink).
-        Leading axes are missing where they are missing in `q`; the shape does not depend on `layout`.
+        Natural log of the sum of the exponentials of a row's scores (and of its sink), float32, or
+        float64 for float64 inputs. Minus infinity for a row that sees no key (with a sink, the
+        sink). Leading axes are missing where they are missing in `q`; the shape does not depend on
+        `layout`.
 
     Raises
     ------
     ShapeError
         The arrays do not fit together; the message names the first axis that differs.
     DTypeError
-        An array of integers, two dtypes, a mask that is not boolean, an object that is not an array.
+        An array of integers, two dtypes, a mask that is not boolean, an object that is no array.
     ArgumentError
         An option outside its range, an `out` that overlaps an input.
     DeviceError
@@ -93,13 +97,14 @@ def attention(
 
     Notes
     -----
-    Scores and sums are accumulated in float32 (float64 for float64 inputs); float32 products are true float32.
-    NaN and infinity in keys and values that take part propagate as in the formula. Keys and values that a
-    mask, window or causal rule hides must be finite, since 0 * NaN is NaN. The result is the same, bit for
-    bit, from run to run.
+    Scores and sums are accumulated in float32 (float64 for float64 inputs); float32 products are
+    true float32. NaN and infinity in keys and values that take part propagate as in the formula.
+    Keys and values that a mask, window or causal rule hides must be finite, since 0 * NaN is NaN.
+    The result is the same, bit for bit, from run to run.
 
-    Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 (the algorithm);
-    Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2 (softcap).
+    Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 (the
+    algorithm); Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2
+    (softcap).
 
     Examples
     --------
@@ -123,7 +128,8 @@ def merge(
     """Attention over the keys of two calls together, from the results of each.
 
     With ``lse = logaddexp(lse_a, lse_b)`` the result is
-    ``out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``. A sink must have been given to one of the two only.
+    ``out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``. A sink must have been given to one of
+    the two only.
 
     Parameters
     ----------
@@ -146,8 +152,8 @@ def merge(
 
     Notes
     -----
-    Source: the merge of partial softmax states, Dao, arXiv:2307.08691, section 3.1; computed from the
-    difference to the larger lse, so that no exponential overflows.
+    Source: the merge of partial softmax states, Dao, arXiv:2307.08691, section 3.1; computed from
+    the difference to the larger lse, so that no exponential overflows.
     """
     pairs = zip(_MERGE_NAMES, (out_a, lse_a, out_b, lse_b), strict=True)
     check_merge([describe(name, a) for name, a in pairs], layout)

@@ -24,7 +24,7 @@ class DeviceError(CufaError, ValueError):
 
 
 class UnsupportedError(CufaError, NotImplementedError):
-    """The request is meaningful but no kernel here serves it; the message says which limits there are."""
+    """The request is meaningful but no kernel here serves it; the message names the limits."""
 
 
 class BuildError(CufaError, RuntimeError):

@@ -21,10 +21,10 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """`cufa.attention` under flash-attn's argument names, in layout (batch, heads, seqlen, head_dim).
+    """`cufa.attention` under flash-attn's argument names.
 
-    Note the layout: flash-attn's own function takes (batch, seqlen, heads, head_dim); for such arrays call
-    ``cufa.attention(..., layout="bshd")``.
+    Note the layout, (batch, heads, seqlen, head_dim): flash-attn's own function takes
+    (batch, seqlen, heads, head_dim); for such arrays call ``cufa.attention(..., layout="bshd")``.
 
     Parameters
     ----------

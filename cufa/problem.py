@@ -1,7 +1,7 @@
 """What is to be computed: every check on user input, once, and a frozen value without pointers.
 
-``Signature`` is what a caller passed, reduced to hashable facts; ``Problem`` is its meaning. Nothing is
-allocated, launched or written before ``make_problem`` has returned.
+``Signature`` is what a caller passed, reduced to hashable facts; ``Problem`` is its meaning.
+Nothing is allocated, launched or written before ``make_problem`` has returned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("bhsd", "bshd")
 ALGORITHMS = ("auto", "fa2")
-#: Lengths stay below this so that row + diagonal + window fits a signed 32-bit integer in the kernels.
+#: Lengths stay below this so that row + diagonal + window fits a signed 32-bit integer in the
+#: kernels.
 MAX_SEQLEN = 1 << 30
 
 Shape = tuple[int, ...]
@@ -28,7 +29,7 @@ Causal = bool | Literal["top_left"]
 
 
 class ArrayFacts(NamedTuple):
-    """What the checks need to know of one array; strides are in bytes, `device` is -1 for the CPU."""
+    """What the checks need to know of one array: strides in bytes, device -1 for the CPU."""
 
     shape: Shape
     strides: Shape
@@ -80,7 +81,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention on arrays of axes (batch, heads, seqlen, head_dim); see `cufa.attention` for the meaning."""
+    """Attention on arrays of axes (batch, heads, seqlen, head_dim), as `cufa.attention` means it."""
 
     batch: int
     heads: int
@@ -129,7 +130,8 @@ def make_problem(call: Signature) -> Problem:
     Raises
     ------
     ArgumentError, DeviceError, DTypeError, ShapeError
-        The message names the argument, what was given, what is allowed and, where there is one, the way out.
+        The message names the argument, what was given, what is allowed and, where there is one,
+        the way out.
     """
     q, k, v, layout = call.q, call.k, call.v, call.layout
     if layout not in LAYOUTS:
@@ -205,8 +207,8 @@ def _bound(side: str, bound: Any) -> int | None:
         ) from None
     if bound < -1:
         raise ArgumentError(
-            f"window has {side} bound {bound}; it must be at least 0 (keys on that side of the diagonal, "
-            "inclusive), or None or -1 for no bound"
+            f"window has {side} bound {bound}; it must be at least 0 (keys on that side of the "
+            "diagonal, inclusive), or None or -1 for no bound"
         )
     return None if bound == -1 else min(bound, MAX_SEQLEN)
 
@@ -271,8 +273,8 @@ def _check_devices(call: Signature) -> None:
     for name, facts in _given(call):
         if facts.device != call.q.device:
             raise DeviceError(
-                f"q is on {_place(call.q.device)} and {name} is on {_place(facts.device)}; all arrays must be "
-                "on one device (cupy.asarray and cupy.asnumpy move them)"
+                f"q is on {_place(call.q.device)} and {name} is on {_place(facts.device)}; all "
+                "arrays must be on one device (cupy.asarray and cupy.asnumpy move them)"
             )
 
 
@@ -284,7 +286,8 @@ def _check_dtypes(call: Signature) -> str:
     for name, facts in _given(call):
         if not facts.dtype.isnative:
             raise DTypeError(
-                f"{name} is stored in the other byte order ({facts.dtype.str}); convert it with astype"
+                f"{name} is stored in the other byte order ({facts.dtype.str}); convert it with "
+                "astype"
             )
     dtype = dtype_name(call.q.dtype)
     for name in ("q", "k", "v", "out"):
@@ -317,14 +320,15 @@ def _check_ranks(call: Signature) -> None:
     rank = len(call.q.shape)
     if rank not in (2, 3, 4):
         raise ShapeError(
-            f"q has {rank} axes, shape {call.q.shape}; it must have 2 (seqlen, head_dim), 3 (heads first) or 4 "
-            "(batch and heads first)"
+            f"q has {rank} axes, shape {call.q.shape}; it must have 2 (seqlen, head_dim), 3 (heads "
+            "first) or 4 (batch and heads first)"
         )
     for name in ("k", "v"):
         shape = getattr(call, name).shape
         if len(shape) != rank:
             raise ShapeError(
-                f"q has {rank} axes and {name} has {len(shape)}, shape {shape}; they must have as many"
+                f"q has {rank} axes and {name} has {len(shape)}, shape {shape}; they must have as "
+                "many"
             )
 
 
@@ -344,8 +348,8 @@ def _check_sizes(call: Signature) -> None:
         raise ShapeError(f"k has seqlen {k[2]} and v has seqlen {v[2]}; they must be equal")
     if q[1] % k[1] if k[1] else q[1]:
         raise ShapeError(
-            f"q has {q[1]} heads and k has {k[1]}; the first must be a multiple of the second (grouped-query "
-            f"attention) in layout {layout!r}"
+            f"q has {q[1]} heads and k has {k[1]}; the first must be a multiple of the second "
+            f"(grouped-query attention) in layout {layout!r}"
         )
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if shape[3] < 1:
@@ -359,7 +363,8 @@ def _check_out(out: ArrayFacts, shape: Shape, q: ArrayFacts) -> None:
         raise ShapeError(f"out has shape {out.shape}; it must be {shape}")
     if out.shape[-1] > 1 and out.strides[-1] != q.dtype.itemsize:
         raise ShapeError(
-            f"out has stride {out.strides[-1]} bytes along its last axis; that axis must be contiguous"
+            f"out has stride {out.strides[-1]} bytes along its last axis; that axis must be "
+            "contiguous"
         )
     # Axes from the innermost out: each must step over all that lies inside it.
     reach = 0
@@ -447,7 +452,8 @@ def _broadcast(name: str, facts: ArrayFacts, target: Shape) -> Operand:
     shape = (1,) * (4 - len(facts.shape)) + facts.shape
     if len(facts.shape) > 4 or any(n not in (1, t) for n, t in zip(shape, target, strict=True)):
         raise ShapeError(
-            f"{name} has shape {facts.shape}; it must broadcast to (batch, heads, seqlen_q, seqlen_k) = {target}"
+            f"{name} has shape {facts.shape}; it must broadcast to (batch, heads, seqlen_q, "
+            f"seqlen_k) = {target}"
         )
     strides = (0,) * (4 - len(facts.shape)) + facts.strides
     return Operand(target, _in_elements(name, facts, shape, strides), dtype_name(facts.dtype))
