@@ -81,7 +81,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention on arrays of axes (batch, heads, seqlen, head_dim), as `cufa.attention` means it."""
+    """Attention on axes (batch, heads, seqlen, head_dim); see `cufa.attention` for the meaning."""
 
     batch: int
     heads: int
