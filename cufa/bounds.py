@@ -1,0 +1,116 @@
+"""The exact answer to one call of attention, and how far rounding may lead from it.
+
+Imports NumPy and the oracle only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cufa import reference
+
+Array = NDArray[np.float64]
+
+
+class Exact(NamedTuple):
+    """An answer in float64 and, for each element, the error that its dtype excuses."""
+
+    out: Array
+    lse: Array
+    out_bound: Array
+    lse_bound: Array
+    #: Of the arrays that the answer belongs to.
+    dtype: np.dtype[Any]
+
+
+def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
+    """The oracle's answer to one call of `cufa.attention`, with a bound on each element's error.
+
+    Parameters
+    ----------
+    q, k, v : array
+        NumPy arrays of one float dtype.
+    sink, **options
+        Those of `cufa.reference.attention`.
+
+    Notes
+    -----
+    The bound is what an algorithm may lose that keeps scores, sums and lse in the accumulator
+    (float32, or float64 for float64 inputs) and rounds weights and result to the dtype of `q`. With
+    ``eps`` the distance of the accumulator's numbers at 1, and ``u`` the dtype's unit roundoff:
+
+    - Scores: a dot product of d terms, in any order, is off by ``sqrt(d) * eps * |q| @ |k|``: the
+      probable bound of Higham and Mary 2019. The certain one has d in place of its root, is never
+      met, and would let TF32 pass for float32. Scale, cap, ALiBi, bias, the change to base 2 and
+      the subtraction of the maximum add eps times the size of what they handle.
+    - Weights: ``p * expm1(delta)`` for scores that are off by ``delta``, the key's own error and,
+      through the sum, the average one.
+    - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
+    - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each.
+    - The result: two units in the last place of the largest element of its row.
+    - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
+
+    Measuring another implementation's error instead would be a lottery: on a small problem that one
+    may be exact by luck, and with scores of hundreds in 16 bits it is wrong altogether.
+    """
+    out, lse = reference.attention(q, k, v, sink=sink, **options)
+    scores = reference.scores(q, k, **options)
+    layout, rank = options.get("layout", "bhsd"), q.ndim
+    out4 = reference.four_axes(out, layout)
+    lse4 = lse.reshape((1,) * (4 - rank) + lse.shape)[..., None]
+    values = abs(reference.per_query_head(reference.four_axes(v, layout), scores.shape[1]))
+    eps = np.finfo("float64" if q.dtype == np.float64 else "float32").eps
+    sums = (math.sqrt(scores.shape[3]) + 8) * eps
+
+    with np.errstate(all="ignore"):
+        top = scores.max(-1, keepdims=True, initial=-np.inf)
+        unseen = top == -np.inf
+        base = np.where(unseen, 0, lse4)
+        p = np.exp(scores - base)
+        product, later = _sizes(q, k, **options)
+        delta = (math.sqrt(q.shape[-1]) + 4) * product + 4 * (later + abs(base))
+        delta = np.where(p == 0, 0, eps * delta)
+        average = (p * delta).sum(-1, keepdims=True)
+        bound = np.minimum(p * np.expm1(delta + average), 1) @ values + sums * (p @ values)
+        if q.dtype.itemsize == 2:
+            bound += _spacing(q.dtype, 1) / 2 * (p @ values)
+            bound += _spacing(q.dtype, 0) / 2 * np.exp(top - base) * ((p > 0) @ values)
+        bound += 2 * _spacing(q.dtype, abs(out4).max(-1, keepdims=True, initial=0))
+        bound = np.where(unseen, 0, bound)
+        lse_bound = np.where(unseen, eps * abs(lse4), average + sums + 4 * eps * abs(lse4))
+
+    bound = bound.swapaxes(1, 2) if layout == "bshd" and rank > 2 else bound
+    return Exact(out, lse, bound.reshape(out.shape), lse_bound.reshape(lse.shape), q.dtype)
+
+
+def _sizes(
+    q: Any,
+    k: Any,
+    layout: str = "bhsd",
+    scale: float | None = None,
+    softcap: float | None = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    **_: Any,
+) -> tuple[Array, Array]:
+    """Of every score: the magnitudes that its dot product adds up, and those that come after it."""
+    q, k = (abs(np.asarray(a, np.float64)) for a in (q, k))
+    scale = None if scale is None else abs(scale)
+    product = reference.scores(q, k, scale=scale, layout=layout)
+    later = np.full((1, 1, 1, 1), softcap or 0.0)
+    if bias is not None:
+        later = later + abs(np.asarray(bias, np.float64))
+    if alibi_slopes is not None:
+        i, j = np.ogrid[: product.shape[2], : product.shape[3]]
+        slopes = abs(np.asarray(alibi_slopes, np.float64))[..., None, None]
+        later = later + slopes * abs(i + product.shape[3] - product.shape[2] - j)
+    return product, later
+
+
+def _spacing(dtype: np.dtype[Any], value: Any) -> Any:
+    """Distance of the numbers of `dtype` at `value`."""
+    return np.spacing(np.asarray(value).astype(dtype)).astype(np.float64)

@@ -1,0 +1,137 @@
+"""The oracle: the formula of attention in float64, written down once more.
+
+Imports only NumPy and shares nothing with the rest of cufa. It holds whole score matrices, so it is
+slow and takes O(seqlen**2) memory; it is there to compare with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    sink: Any = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+) -> tuple[Array, Array]:
+    """`cufa.attention` on NumPy arrays of any float dtype, computed from their values in float64.
+
+    Parameters
+    ----------
+    q : array, shape (batch, heads, seqlen_q, head_dim)
+    k : array, shape (batch, kv_heads, seqlen_k, head_dim)
+    v : array, shape (batch, kv_heads, seqlen_k, head_dim_v)
+        Leading axes may be missing; the axes of layout "bshd" are (batch, seqlen, heads, head_dim).
+    causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout
+        As in `cufa.attention`.
+
+    Returns
+    -------
+    out : float64 array, shape (batch, heads, seqlen_q, head_dim_v) in the layout of `q`
+        A row that sees no key, or only scores of minus infinity, is zero.
+    lse : float64 array, shape (batch, heads, seqlen_q)
+        Natural log; minus infinity for a row that sees no key, the sink if there is one.
+    """
+    rank = np.ndim(q)
+    s = scores(
+        q,
+        k,
+        causal=causal,
+        window=window,
+        mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        scale=scale,
+        layout=layout,
+    )
+    heads = s.shape[1]
+    v = per_query_head(four_axes(v, layout), heads)
+    logit = np.full((1, heads, 1), -np.inf)
+    if sink is not None:
+        logit = np.asarray(sink, np.float64).reshape(1, heads, 1)
+
+    largest = np.maximum(s.max(axis=-1, initial=-np.inf), logit)
+    empty = largest == -np.inf
+    largest = np.where(empty, 0.0, largest)
+    with np.errstate(invalid="ignore", divide="ignore"):  # NaN and infinite inputs propagate
+        weights = np.exp(s - largest[..., None])
+        total = weights.sum(axis=-1) + np.exp(logit - largest)
+        lse = largest + np.log(total)
+        out = (weights / np.where(empty, 1.0, total)[..., None]) @ v
+
+    out = out.swapaxes(1, 2) if layout == "bshd" and rank > 2 else out
+    return out.reshape(out.shape[4 - rank :]), lse.reshape(lse.shape[4 - rank :])
+
+
+def scores(
+    q: Any,
+    k: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    alibi_slopes: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+) -> Array:
+    """What the softmax is taken of, (batch, heads, seqlen_q, seqlen_k); -inf for hidden keys."""
+    q, k = four_axes(q, layout), four_axes(k, layout)
+    heads, seqlen_q, head_dim = q.shape[1:]
+    seqlen_k = k.shape[2]
+    scale = 1 / np.sqrt(head_dim) if scale is None else float(scale)
+
+    with np.errstate(invalid="ignore"):  # NaN and infinite inputs propagate
+        s = scale * (q @ per_query_head(k, heads).swapaxes(2, 3))
+    if softcap is not None:
+        s = softcap * np.tanh(s / softcap)
+
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
+    if alibi_slopes is not None:
+        slopes = np.asarray(alibi_slopes, np.float64)[..., None, None]  # (heads,) or (batch, heads)
+        s = s - slopes * abs(i + seqlen_k - seqlen_q - j)
+    if bias is not None:
+        s = s + np.asarray(bias, np.float64)
+
+    diagonal = 0 if causal == "top_left" else seqlen_k - seqlen_q
+    left, right = (None if bound == -1 else bound for bound in window or (None, None))
+    visible = np.ones((seqlen_q, seqlen_k), bool)
+    if causal:
+        visible &= j <= i + diagonal
+    if left is not None:
+        visible &= j >= i + diagonal - left
+    if right is not None:
+        visible &= j <= i + diagonal + right
+    if mask is not None:
+        visible = visible & np.asarray(mask)
+    return np.where(visible, s, -np.inf)
+
+
+def four_axes(a: Any, layout: str) -> Array:
+    """`a` in float64 with axes (batch, heads, seqlen, head_dim)."""
+    array: Array = np.asarray(a, np.float64)
+    if layout == "bshd" and array.ndim > 2:
+        array = array.swapaxes(-2, -3)
+    return array.reshape((1,) * (4 - array.ndim) + array.shape)
+
+
+def per_query_head(a: Array, heads: int) -> Array:
+    """Keys or values repeated so that query head h finds its own at index h."""
+    return a.repeat(heads // max(a.shape[1], 1), axis=1)
