@@ -61,6 +61,10 @@ def namespace(a: Any) -> ModuleType:
     return np
 
 
+#: Exact answers for ordinary views; NumPy gives up on contrived ones after this many candidates.
+_BOUNDED: Any = {"max_work": 10_000}
+
+
 def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
     """Raise if `out` shares an element with an input: it would be overwritten while still read."""
     target = _as_addresses(out)
@@ -68,7 +72,7 @@ def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
         if a is None:
             continue
         try:
-            shared = np.shares_memory(target, _as_addresses(a), max_work=10_000)  # type: ignore[arg-type]
+            shared = np.shares_memory(target, _as_addresses(a), **_BOUNDED)
         except np.exceptions.TooHardError:
             shared = True
         if shared:
@@ -92,6 +96,15 @@ def _as_addresses(a: Any) -> np.ndarray[Any, Any]:
     return a if isinstance(a, np.ndarray) else np.asarray(_Addresses(a))
 
 
+def are_aligned(arrays: Arrays) -> bool:
+    """Whether q, k, v and out start at multiples of 16 bytes; False if one is no CuPy array."""
+    try:
+        pointers = arrays.q.data.ptr | arrays.k.data.ptr | arrays.v.data.ptr
+        return bool((pointers | (0 if arrays.out is None else arrays.out.data.ptr)) % 16 == 0)
+    except AttributeError:
+        return False
+
+
 def sign(
     arrays: Arrays,
     causal: Any,
@@ -110,10 +123,6 @@ def sign(
             )
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
     facts = describe("q", q)
-    aligned = True
-    if facts.device != CPU:
-        pointers = q.data.ptr | k.data.ptr | v.data.ptr if is_cupy(k) and is_cupy(v) else 0
-        aligned = (pointers | (out.data.ptr if is_cupy(out) else 0)) % 16 == 0
     return Signature(
         facts,
         describe("k", k),
@@ -130,5 +139,5 @@ def sign(
         layout,
         bool(return_lse),
         algorithm,
-        aligned,
+        facts.device == CPU or are_aligned(arrays),
     )

@@ -21,7 +21,7 @@ LAYOUTS = ("bhsd", "bshd")
 ALGORITHMS = ("auto", "fa2")
 #: Lengths stay below this so that row + diagonal + window fits a signed 32-bit integer in the
 #: kernels.
-MAX_SEQLEN = 1 << 30
+MAX_SEQLEN = (1 << 30) - 1
 
 Shape = tuple[int, ...]
 Window = tuple[int | None, int | None] | None

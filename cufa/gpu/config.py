@@ -1,0 +1,152 @@
+"""Which tile a kernel works with: a table, searched from the top, first row that fits wins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cufa.errors import ArgumentError, UnsupportedError
+from cufa.gpu.device import Device
+from cufa.problem import FLOAT_DTYPES
+
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class Config(NamedTuple):
+    """How a kernel divides its work.
+
+    A block of `threads` threads takes `block_m` queries and walks over the keys `block_n` at a
+    time. `stages` is the number of key/value tiles it holds; `blocks_per_sm` blocks are to fit on a
+    multiprocessor at once, which bounds the registers of a thread.
+    """
+
+    block_m: int
+    block_n: int
+    threads: int
+    stages: int
+    blocks_per_sm: int
+
+
+class _Row(NamedTuple):
+    kernel: str
+    itemsize: int  # of the accumulator for fa2_fwd_simt, which computes in it
+    head_dim: int  # at most; the larger of head_dim and head_dim_v
+    seqlen: int  # at most
+    config: Config
+
+
+ANY = 1 << 62
+
+# fmt: off
+_TABLE = (
+    #    kernel     itemsize head_dim<= seqlen<=        block_m _n threads stages blocks/SM
+    _Row("fa2_fwd",        2,        64,     ANY, Config(   128, 64,   128,     1,        1)),
+    _Row("fa2_fwd",        2,       128,     ANY, Config(   128, 64,   256,     1,        1)),
+    _Row("fa2_fwd",        2,       256,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   4,       128,     ANY, Config(    64, 64,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   4,       128,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   4,       256,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   4,       256,     ANY, Config(    16, 16,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   8,       128,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   8,       256,     ANY, Config(    16, 32,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   8,       256,     ANY, Config(     8, 16,   128,     1,        1)),
+)
+# fmt: on
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The next multiple; head dims are rounded up to 32."""
+    return -(-n // multiple) * multiple
+
+
+def smem_bytes(
+    kernel: str, config: Config, accumulator: int, head_dim: int, head_dim_v: int
+) -> int:
+    """Dynamic shared memory of one block; the kernel asserts the same figure."""
+    m, n = config.block_m, config.block_n
+    if kernel == "fa2_fwd":
+        return 2 * (m * head_dim + n * head_dim + n * head_dim_v)
+
+    def padded(rows: int, cols: int) -> int:
+        return rows * (cols * accumulator + 16)
+
+    k, v = padded(n, head_dim), padded(n, head_dim_v)
+    return padded(m, head_dim) + padded(m, n) + (max(k, v) if config.stages == 1 else k + v)
+
+
+def get_best_config(
+    seqlen: int,
+    *,
+    head_dim: int = 64,
+    head_dim_v: int | None = None,
+    dtype: str = "float16",
+    causal: bool = False,
+    kernel: str | None = None,
+    arch: int = 90,
+) -> Config:
+    """The tile that `cufa.attention` uses.
+
+    Parameters
+    ----------
+    seqlen : int
+        Number of queries of one sequence.
+    head_dim, head_dim_v : int, default 64 and `head_dim`
+    dtype : {"float16", "bfloat16", "float32", "float64"}, default "float16"
+    causal : bool, default False
+        No row depends on it yet.
+    kernel : str, default the one that "auto" takes for aligned arrays
+        "fa2_fwd" or "fa2_fwd_simt".
+    arch : int, default 90
+        Compute capability times 10.
+
+    Returns
+    -------
+    Config
+
+    Raises
+    ------
+    ArgumentError
+        An unknown dtype or a length below 0.
+    UnsupportedError
+        No row fits.
+    """
+    if dtype not in FLOAT_DTYPES:
+        raise ArgumentError(f"dtype is {dtype!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
+    if seqlen < 0:
+        raise ArgumentError(f"seqlen is {seqlen}; it must be at least 0")
+    if kernel is None:
+        kernel = "fa2_fwd" if ITEMSIZE[dtype] == 2 and arch >= 80 else "fa2_fwd_simt"
+    return find_config(
+        kernel,
+        dtype,
+        head_dim,
+        head_dim if head_dim_v is None else head_dim_v,
+        seqlen,
+        Device.of_arch(arch),
+    )
+
+
+def find_config(
+    kernel: str, dtype: str, head_dim: int, head_dim_v: int, seqlen: int, device: Device
+) -> Config:
+    """The first row that fits the problem and the card's shared memory."""
+    accumulator = max(4, ITEMSIZE[dtype])
+    itemsize = ITEMSIZE[dtype] if kernel == "fa2_fwd" else accumulator
+    d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
+    for row in _TABLE:
+        fits = (
+            row.kernel == kernel
+            and row.itemsize == itemsize
+            and max(d, dv) <= row.head_dim
+            and seqlen <= row.seqlen
+        )
+        if fits and smem_bytes(kernel, row.config, accumulator, d, dv) <= device.shared_memory:
+            return row.config
+    raise UnsupportedError(
+        f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} fits "
+        f"{device.name}, which gives a block {device.shared_memory} bytes of shared memory"
+    )
+
+
+def all_configs() -> list[tuple[str, int, int, Config]]:
+    """Every row as (kernel, itemsize, head_dim, config), for tests that compile them all."""
+    return [(row.kernel, row.itemsize, row.head_dim, row.config) for row in _TABLE]

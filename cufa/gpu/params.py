@@ -1,0 +1,56 @@
+"""`struct Params` of attn/params.cuh as a NumPy dtype, and its record for a problem."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cufa.problem import Operand, Problem
+
+#: In this order at the front of the struct, so that a launch fills them in one assignment.
+POINTERS = ("q", "k", "v", "o", "lse", "mask", "bias", "alibi_slopes", "sink")
+
+_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
+_SCORE_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row", "key")])
+
+PARAMS = np.dtype(
+    [(name, "u8") for name in POINTERS]
+    + [(f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "o")]
+    + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
+    + [(name, "i8") for name in ("alibi_stride_batch", "alibi_stride_head", "sink_stride_head")]
+    + [(name, "f8") for name in ("scale_log2", "softcap_log2", "scale_over_softcap")]
+    + [(name, "i4") for name in ("heads", "group", "tiles", "seqlen_q", "seqlen_k")]
+    + [(name, "i4") for name in ("head_dim", "head_dim_v", "diagonal", "left", "right")],
+    align=True,
+)
+
+
+def make_params(problem: Problem, tiles: int) -> np.ndarray[Any, Any]:
+    """The parameters of one launch, shape (1,), every pointer 0.
+
+    `tiles` is the number of query tiles of one head.
+    """
+    p = np.zeros(1, PARAMS)
+    for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):
+        p[f"{name}_stride"] = operand.strides[:3]
+    for name, scores in (("mask", problem.mask), ("bias", problem.bias)):
+        if scores is not None:
+            p[f"{name}_stride"] = scores.strides
+    p["alibi_stride_batch"], p["alibi_stride_head"] = _head_strides(problem.alibi_slopes)
+    p["sink_stride_head"] = _head_strides(problem.sink)[1]
+    p["scale_log2"] = problem.scale * math.log2(math.e)
+    if problem.softcap is not None:
+        p["softcap_log2"] = problem.softcap * math.log2(math.e)
+        p["scale_over_softcap"] = problem.scale / problem.softcap
+    for name in ("heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+        p[name] = getattr(problem, name)
+    p["tiles"] = tiles
+    band = problem.band
+    p["diagonal"], p["left"], p["right"] = band.diagonal, band.left or 0, band.right or 0
+    return p
+
+
+def _head_strides(operand: Operand | None) -> tuple[int, int]:
+    return (0, 0) if operand is None else (operand.strides[0], operand.strides[1])

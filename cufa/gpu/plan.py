@@ -1,0 +1,148 @@
+"""From a problem and a card to launches: which kernel, which tile, grid, bytes. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cufa.errors import UnsupportedError
+from cufa.gpu.config import Config, find_config, round_up, smem_bytes
+from cufa.gpu.device import Device
+from cufa.gpu.params import PARAMS, make_params
+from cufa.gpu.registry import select
+from cufa.problem import Problem
+
+_MAX_GRID = (1 << 31) - 1
+#: base/config.cuh, enum DType.
+_DTYPE_NUMBER = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, None: 4}
+
+
+class KernelKey(NamedTuple):
+    """What a unit is compiled for. It holds no length: a growing sequence needs no new kernel."""
+
+    kernel: str
+    arch: int
+    dtype: str
+    head_dim: int  # rounded up to a multiple of 32, as head_dim_v
+    head_dim_v: int
+    aligned: bool
+    left: bool
+    right: bool
+    mask: bool
+    bias: str | None  # its dtype
+    alibi: bool
+    softcap: bool
+    sink: bool
+    lse: bool
+    fold_scale: bool
+    config: Config
+
+    @property
+    def accumulator(self) -> int:
+        """Bytes of the type that scores and sums have."""
+        return 8 if self.dtype == "float64" else 4
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block."""
+        return smem_bytes(
+            self.kernel, self.config, self.accumulator, self.head_dim, self.head_dim_v
+        )
+
+    def defines(self) -> dict[str, int]:
+        """The -D facts of base/config.cuh, without their prefix."""
+        return {
+            "DTYPE": _DTYPE_NUMBER[self.dtype],
+            "BIAS": _DTYPE_NUMBER[self.bias],
+            "SMEM_BYTES": self.smem_bytes,
+            "PARAMS_BYTES": PARAMS.itemsize,
+            **{
+                field.upper(): int(getattr(self, field))
+                for field in (
+                    *("head_dim", "head_dim_v", "aligned", "left", "right", "mask"),
+                    *("alibi", "softcap", "sink", "lse", "fold_scale"),
+                )
+            },
+            **{field.upper(): value for field, value in self.config._asdict().items()},
+        }
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch. `params` lacks the pointers only."""
+
+    key: KernelKey
+    grid: int
+    block: int
+    smem_bytes: int
+    params: np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches that solve a problem; none if its result is empty."""
+
+    problem: Problem
+    steps: tuple[Step, ...]
+
+
+def make_key(problem: Problem, device: Device) -> KernelKey:
+    """The kernel that serves a problem on a card.
+
+    Raises
+    ------
+    UnsupportedError
+        There is none.
+    """
+    spec = select(problem, device)
+    config = find_config(
+        spec.name, problem.dtype, problem.head_dim, problem.head_dim_v, problem.seqlen_q, device
+    )
+    return KernelKey(
+        kernel=spec.name,
+        arch=device.arch,
+        dtype=problem.dtype,
+        head_dim=round_up(problem.head_dim, 32),
+        head_dim_v=round_up(problem.head_dim_v, 32),
+        aligned=problem.aligned,
+        left=problem.band.left is not None,
+        right=problem.band.right is not None,
+        mask=problem.mask is not None,
+        bias=problem.bias.dtype if problem.bias else None,
+        alibi=problem.alibi_slopes is not None,
+        softcap=problem.softcap is not None,
+        sink=problem.sink is not None,
+        lse=problem.return_lse,
+        fold_scale=_can_fold_scale(problem),
+        config=config,
+    )
+
+
+def _can_fold_scale(problem: Problem) -> bool:
+    """Whether the largest raw score gives the largest exponent, by an ordinary float32."""
+    modified = problem.softcap or problem.alibi_slopes or problem.bias
+    return not modified and 1e-30 < problem.scale < 1e30
+
+
+def make_plan(problem: Problem, device: Device) -> Plan:
+    """The launches for a problem on a card.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves it, or it has more than 2**31 - 1 query tiles.
+    """
+    key = make_key(problem, device)
+    tiles = -(-problem.seqlen_q // key.config.block_m)
+    grid = tiles * problem.heads * problem.batch
+    if grid > _MAX_GRID:
+        raise UnsupportedError(
+            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {grid} "
+            f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
+        )
+    if grid == 0:
+        return Plan(problem, ())
+    step = Step(key, grid, key.config.threads, key.smem_bytes, make_params(problem, tiles))
+    return Plan(problem, (step,))

@@ -1,0 +1,74 @@
+"""The kernels that exist, in order of preference, and what each can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cufa.errors import UnsupportedError
+from cufa.gpu.device import Device
+from cufa.problem import FLOAT_DTYPES, Problem
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What one `.cu` file serves.
+
+    `name` is the file's and the function's name; `min_arch` the oldest architecture; `aligned` asks
+    for rows of q, k, v and out that start at multiples of 16 bytes.
+    """
+
+    name: str
+    algorithm: str
+    dtypes: tuple[str, ...]
+    max_head_dim: int
+    min_arch: int
+    aligned: bool
+
+    def refusal(self, problem: Problem, device: Device) -> str | None:
+        """Why this kernel does not serve a problem; None if it does."""
+        if problem.algorithm not in ("auto", self.algorithm):
+            return f"is algorithm {self.algorithm!r}"
+        if device.arch < self.min_arch:
+            return f"needs sm_{self.min_arch} or later"
+        if problem.dtype not in self.dtypes:
+            return f"takes {' or '.join(self.dtypes)}"
+        if max(problem.head_dim, problem.head_dim_v) > self.max_head_dim:
+            return f"takes head_dim up to {self.max_head_dim}"
+        if self.aligned and not problem.aligned:
+            return "needs rows of q, k, v and out that start at multiples of 16 bytes"
+        return None
+
+
+# fmt: off
+KERNELS = (
+    #          name            algorithm  dtypes                     head_dim<= arch>= aligned
+    KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
+    KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),
+)
+# fmt: on
+
+
+def select(problem: Problem, device: Device) -> KernelSpec:
+    """The first kernel that serves a problem.
+
+    Raises
+    ------
+    UnsupportedError
+        None does; the message gives each kernel's reason.
+    """
+    refusals = []
+    for spec in KERNELS:
+        reason = spec.refusal(problem, device)
+        if reason is None:
+            return spec
+        refusals.append(f"  {spec.name} {reason}")
+    head_dim = problem.head_dim
+    if problem.head_dim_v != head_dim:
+        head_dim_text = f"head_dim {head_dim}, head_dim_v {problem.head_dim_v}"
+    else:
+        head_dim_text = f"head_dim {head_dim}"
+    raise UnsupportedError(
+        f"no kernel for forward of {problem.dtype}, {head_dim_text} on {device.name}:\n"
+        + "\n".join(refusals)
+        + "\nNumPy inputs run on the CPU backend, which has none of these limits."
+    )

@@ -1,0 +1,42 @@
+// Results to global memory, straight from registers; rows and columns past the end are left alone.
+#pragma once
+#include "attn/tile.cuh"
+
+DEVICE Real sink_of(const Params& p, const Tile& tile) {
+  if constexpr (kSink) return static_cast<const Real*>(p.sink)[tile.head * p.sink_stride_head];
+  else return 0;
+}
+
+template <class Output> DEVICE void store_output(Output& o, const Params& p, const Tile& tile) {
+  constexpr int kRun = Output::kRun;
+#pragma unroll
+  for (int r = 0; r < Output::kRows; ++r) {
+    const int row = tile.row0 + o.row(r);
+    if (row >= p.seqlen_q) continue;
+    Elem* out = tile.o(p) + row * p.o_stride.row;
+#pragma unroll
+    for (int c = 0; c < Output::kCols; c += kRun) {
+      const int col = o.col(c);
+      if (kAligned && col + kRun <= p.head_dim_v) {
+        Vec<Elem, kRun> run;
+#pragma unroll
+        for (int i = 0; i < kRun; ++i) run.x[i] = to_elem(o.at(r, c + i));
+        *reinterpret_cast<Vec<Elem, kRun>*>(out + col) = run;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kRun; ++i)
+          if (col + i < p.head_dim_v) out[col + i] = to_elem(o.at(r, c + i));
+      }
+    }
+  }
+}
+
+template <class Output, int kRows> DEVICE void store_lse(const Output& o, const Real (&lse)[kRows], const Params& p, const Tile& tile) {
+  if constexpr (!kLse) return;
+  Real* out = static_cast<Real*>(p.lse) + (i64(tile.batch) * p.heads + tile.head) * p.seqlen_q;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = tile.row0 + o.row(r);
+    if (o.col(0) == 0 && row < p.seqlen_q) out[row] = lse[r];  // one lane of those that share the row
+  }
+}

@@ -1,0 +1,32 @@
+// The one argument of every kernel. Mirrored in gpu/params.py; strides count elements.
+#pragma once
+#include "base/config.cuh"
+
+struct Strides {
+  i64 batch, head, row;
+};
+
+struct ScoreStrides {
+  i64 batch, head, row, key;
+};
+
+struct Params {
+  const void *q, *k, *v;
+  void *o, *lse;
+  const void *mask, *bias, *alibi_slopes, *sink;
+
+  Strides q_stride, k_stride, v_stride, o_stride;
+  ScoreStrides mask_stride, bias_stride;
+  i64 alibi_stride_batch, alibi_stride_head, sink_stride_head;
+
+  f64 scale_log2;          // scale * log2(e)
+  f64 softcap_log2;        // softcap * log2(e)
+  f64 scale_over_softcap;  // scale / softcap
+
+  i32 heads, group;  // query heads, and how many of them share a key/value head
+  i32 tiles;         // query tiles of one head
+  i32 seqlen_q, seqlen_k;
+  i32 head_dim, head_dim_v;
+  i32 diagonal, left, right;  // row i sees keys i + diagonal - left .. i + diagonal + right
+};
+static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");

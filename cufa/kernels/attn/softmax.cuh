@@ -1,0 +1,59 @@
+// Online softmax over the rows of a fragment: Dao, arXiv:2307.08691, Algorithm 1, lines 9, 10 and 12 to 13.
+#pragma once
+#include "attn/score_mod.cuh"
+#include "tile/reduce.cuh"
+
+template <int kRows> struct OnlineSoftmax {
+  Real scale;     // from scores to exponents of 2
+  Real m[kRows];  // largest score so far
+  Real l[kRows];  // this lane's part of sum exp2(scale * (s - m))
+
+  DEVICE explicit OnlineSoftmax(Real exponent_scale) : scale(exponent_scale) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0;
+  }
+
+  // s becomes P = exp2(scale * (s - m)), and the output so far follows the new m.
+  template <class Scores, class Output> DEVICE void update(Scores& s, Output& o) {
+    static_assert(Scores::kRows == kRows && Output::kRows == kRows);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Real top = s.at(r, 0);
+#pragma unroll
+      for (int c = 1; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
+      top = larger(m[r], row_max<Scores::kRowLanes>(top));
+      // A row that has seen no key yet: -inf - -inf would be NaN.
+      const Real base = top == -infinity() ? Real(0) : top * scale;
+      const Real rescale = exp2_of(m[r] * scale - base);  // diag(exp(m_prev - m_new)), not its inverse
+      m[r] = top;
+      l[r] *= rescale;
+#pragma unroll
+      for (int c = 0; c < Scores::kCols; ++c) {
+        s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
+        l[r] += s.at(r, c);
+      }
+#pragma unroll
+      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= rescale;
+    }
+  }
+
+  // Divides the output by l; returns lse, natural log. A row that saw no key gives 0 and -inf.
+  template <class Output> DEVICE void finish(Output& o, Real sink, Real (&lse)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Real sum = row_sum<Output::kRowLanes>(l[r]), top = m[r] * scale, rescale = 1;
+      if constexpr (kSink) {  // one more score, without a value
+        const Real sink_log2 = sink * Real(kLog2e), base = larger(top, sink_log2);
+        if (base != -infinity()) {
+          rescale = exp2_of(top - base);
+          sum = sum * rescale + exp2_of(sink_log2 - base);
+          top = base;
+        }
+      }
+      const Real inverse = sum == 0 ? Real(0) : rescale / sum;
+      lse[r] = sum == 0 ? -infinity() : (top + log2_of(sum)) * Real(kLn2);
+#pragma unroll
+      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= inverse;
+    }
+  }
+};

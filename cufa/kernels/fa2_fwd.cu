@@ -1,0 +1,68 @@
+// FlashAttention-2 forward on mma.sync tensor cores, float16 and bfloat16, sm_80 and later.
+// Source: Dao, arXiv:2307.08691, Algorithm 1.
+//
+//   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   rows 16-byte aligned
+//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
+//   grid  B * H * ceil(Tq / kBlockM)            block kThreads; a warp owns kBlockM / warps rows
+//   smem  one tile of Q, one of K, one of V
+#include "attn/epilogue.cuh"
+#include "attn/key_range.cuh"
+#include "attn/softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "tile/copy_async.cuh"
+#include "tile/mma_fragment.cuh"
+
+using TileQ = SwizzledTile<kBlockM, kHeadDim>;
+using TileK = SwizzledTile<kBlockN, kHeadDim>;
+using TileV = SwizzledTile<kBlockN, kHeadDimV>;
+constexpr int kRowTiles = kBlockM / (16 * (kThreads / 32));
+using Scores = MmaFragment<kRowTiles, kBlockN / 8>;
+using Output = MmaFragment<kRowTiles, kHeadDimV / 8>;
+
+static_assert(kBlockM == kRowTiles * 16 * (kThreads / 32), "every warp owns whole 16-row tiles");
+static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/plan.py");
+static_assert(kAligned && kStages == 1);
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fa2_fwd(const __grid_constant__ Params p) {
+  const Tile tile(p, ptx::ctaid_x());                // which rows, which head, which sequence
+  const KeyRange keys = visible_keys(p, tile);       // blocks that no row can see are never loaded
+  const u32 smem = ptx::smem_address(ptx::dynamic_smem());
+  const TileQ q{smem};
+  const TileK k{smem + TileQ::kBytes};
+  const TileV v{smem + TileQ::kBytes + TileK::kBytes};
+  const auto load_k = [&](int n) {
+    copy_rows_async(k, tile.k(p), p.k_stride.row, n * kBlockN, p.seqlen_k, p.head_dim);
+    ptx::cp_async_commit_group();
+  };
+  const auto load_v = [&](int n) {
+    copy_rows_async(v, tile.v(p), p.v_stride.row, n * kBlockN, p.seqlen_k, p.head_dim_v);
+    ptx::cp_async_commit_group();
+  };
+
+  copy_rows_async(q, tile.q(p), p.q_stride.row, tile.row0, p.seqlen_q, p.head_dim);
+  if (keys.first < keys.last) load_k(keys.first);
+  Output o;
+  o.clear();
+  OnlineSoftmax<Output::kRows> softmax(exponent_scale(p));
+
+  for (int n = keys.first; n < keys.last; ++n) {
+    ptx::cp_async_wait_group<0>();
+    ptx::bar_sync();                                 // K of block n is here; all have used V of block n - 1
+    load_v(n);                                       // runs under S = Q K^T
+    Scores s;
+    matmul_nt(s, q, k);                              // S = Q K^T
+    score_mod(s, p, tile, n * kBlockN);
+    if (keys.is_partial(n)) apply_mask(s, p, tile, n * kBlockN);
+    softmax.update(s, o);                            // S becomes P; O follows the new row maximum
+    ptx::cp_async_wait_group<0>();
+    ptx::bar_sync();                                 // V of block n is here; all have used K of block n
+    if (n + 1 < keys.last) load_k(n + 1);            // runs under O += P V
+    matmul_nn(o, narrow(s), v);                      // O += P V
+  }
+  ptx::cp_async_wait_group<0>();                     // Q, if there was no key at all
+
+  Real lse[Output::kRows];
+  softmax.finish(o, sink_of(p, tile), lse);
+  store_output(o, p, tile);
+  store_lse(o, lse, p, tile);
+}

@@ -1,0 +1,18 @@
+// Who am I (%tid, %ctaid), and where is dynamic shared memory.
+#pragma once
+#include "base/types.cuh"
+
+namespace ptx {
+
+DEVICE int tid_x() { return threadIdx.x; }
+DEVICE u32 ctaid_x() { return blockIdx.x; }
+
+DEVICE u8* dynamic_smem() {
+  extern __shared__ __align__(1024) u8 smem[];
+  return smem;
+}
+
+// Address in the shared window, as instructions take it.
+DEVICE u32 smem_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+}  // namespace ptx

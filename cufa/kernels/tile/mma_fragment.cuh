@@ -1,0 +1,107 @@
+// Register fragments of mma.sync and the two matrix products of attention on them.
+#pragma once
+#include "base/config.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/thread.cuh"
+#include "tile/swizzled_tile.cuh"
+
+DEVICE int lane() { return ptx::tid_x() % 32; }
+DEVICE int warp() { return ptx::tid_x() / 32; }
+
+// float32 accumulators of one warp: kRowTiles * 16 rows (those of warp w begin at row w * 16 * kRowTiles) by
+// kColTiles * 8 columns. In each 16 x 8 tile a lane holds rows g and g + 8 (g = lane / 4), two columns each.
+template <int kRowTiles, int kColTiles> struct MmaFragment {
+  static constexpr int kRows = 2 * kRowTiles, kCols = 2 * kColTiles;  // held by one lane
+  static constexpr int kRowLanes = 4;                                 // lanes that share a row
+  static constexpr int kRun = 2;                                      // columns side by side
+
+  f32 x[kRowTiles][kColTiles][4];
+
+  DEVICE f32& at(int r, int c) { return x[r / 2][c / 2][2 * (r % 2) + c % 2]; }
+  DEVICE static int row(int r) { return 16 * kRowTiles * warp() + lane() / 4 + 16 * (r / 2) + 8 * (r % 2); }
+  DEVICE static int col(int c) { return 2 * (lane() % 4) + 8 * (c / 2) + c % 2; }
+
+  DEVICE void clear() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) at(r, c) = 0.f;
+  }
+};
+
+// The A operand: 16-bit pairs.
+template <int kRowTiles, int kSteps> struct OperandFragment {
+  u32 x[kRowTiles][kSteps][4];
+};
+
+DEVICE void mma(f32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (kDType == kBFloat16) ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+  else ptx::mma_m16n8k16_f16(d, a, b0, b1);
+}
+
+DEVICE u32 pack(f32 lo, f32 hi) {
+  if constexpr (kDType == kBFloat16) return ptx::cvt_rn_bf16x2_f32(lo, hi);
+  else return ptx::cvt_rn_f16x2_f32(lo, hi);
+}
+
+// s = a b^T: a [this warp's rows][kDepth], b [kColTiles * 8][kDepth], both in shared memory.
+template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
+DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a,
+                      SwizzledTile<kColTiles * 8, kDepth> b) {
+  const int a_row = 16 * kRowTiles * warp() + (lane() & 15), a_half = lane() >> 4;
+  const int b_row = (lane() & 7) + (lane() >> 4) * 8, b_half = lane() >> 3 & 1;
+  s.clear();
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    u32 a_frag[kRowTiles][4];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x4(a_frag[m], a.at(a_row + 16 * m, k, a_half));
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+      u32 b_frag[4];  // two 8-column tiles
+      ptx::ldmatrix_x4(b_frag, b.at(b_row + 16 * n, k, b_half));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        mma(s.x[m][2 * n], a_frag[m], b_frag[0], b_frag[1]);
+        mma(s.x[m][2 * n + 1], a_frag[m], b_frag[2], b_frag[3]);
+      }
+    }
+  }
+}
+
+// o += p v: v [kSteps * 16][kColTiles * 8] in shared memory.
+template <int kRowTiles, int kColTiles, int kSteps>
+DEVICE void matmul_nn(MmaFragment<kRowTiles, kColTiles>& o, const OperandFragment<kRowTiles, kSteps>& p,
+                      SwizzledTile<kSteps * 16, kColTiles * 8> v) {
+  const int v_row = lane() & 15, v_half = lane() >> 4;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int n = 0; n < kColTiles / 2; ++n) {
+      u32 v_frag[4];
+      ptx::ldmatrix_x4_trans(v_frag, v.at(v_row + 16 * k, n, v_half));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        mma(o.x[m][2 * n], p.x[m][k], v_frag[0], v_frag[1]);
+        mma(o.x[m][2 * n + 1], p.x[m][k], v_frag[2], v_frag[3]);
+      }
+    }
+}
+
+// Rounds P to 16 bits. The accumulator layout of one product is the A layout of the next: no exchange of lanes.
+template <int kRowTiles, int kColTiles>
+DEVICE OperandFragment<kRowTiles, kColTiles / 2> narrow(const MmaFragment<kRowTiles, kColTiles>& s) {
+  OperandFragment<kRowTiles, kColTiles / 2> p;
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int k = 0; k < kColTiles / 2; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const f32(&tile)[4] = s.x[m][2 * k + i / 2];
+        p.x[m][k][i] = pack(tile[2 * (i % 2)], tile[2 * (i % 2) + 1]);
+      }
+  return p;
+}
