@@ -111,7 +111,7 @@ def test_the_prompt_follows_the_chat_template_of_the_file(tokenizer, file):
         "<|im_start|>assistantĊ"
     )
     assert tokens.count("<|im_start|>") == 3
-    assert tokens[-11:-5] == ["Ġ", "1", "2", "Ġand", "Ġ", "3"]  # digits stand alone
+    assert {"1", "2", "3"} < set(tokens)  # digits stand alone
 
 
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
