@@ -50,7 +50,8 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
     - Weights: ``p * expm1(delta)`` for scores that are off by ``delta``, the key's own error and,
       through the sum, the average one.
     - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
-    - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each.
+    - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each; in
+      float32 and float64 the smallest normal number, below which a GPU may flush to zero.
     - The result: two units in the last place of the largest element of its row.
     - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
 
@@ -63,25 +64,25 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
     out4 = reference.four_axes(out, layout)
     lse4 = lse.reshape((1,) * (4 - rank) + lse.shape)[..., None]
     values = abs(reference.per_query_head(reference.four_axes(v, layout), scores.shape[1]))
-    eps = np.finfo("float64" if q.dtype == np.float64 else "float32").eps
+    wide = np.finfo("float64" if q.dtype == np.float64 else "float32")
+    eps, tiniest, unit = wide.eps, wide.tiny, 0.0
+    if q.dtype.itemsize == 2:
+        tiniest, unit = _spacing(q.dtype, 0) / 2, _spacing(q.dtype, 1) / 2
     sums = (math.sqrt(scores.shape[3]) + 8) * eps
 
     with np.errstate(all="ignore"):
-        top = scores.max(-1, keepdims=True, initial=-np.inf)
-        unseen = top == -np.inf
+        unseen = scores.max(-1, keepdims=True, initial=-np.inf) == -np.inf
         base = np.where(unseen, 0, lse4)
         p = np.exp(scores - base)
         product, later = _sizes(q, k, **options)
         delta = (math.sqrt(q.shape[-1]) + 4) * product + 4 * (later + abs(base))
         delta = np.where(p == 0, 0, eps * delta)
         average = (p * delta).sum(-1, keepdims=True)
-        bound = np.minimum(p * np.expm1(delta + average), 1) @ values + sums * (p @ values)
-        if q.dtype.itemsize == 2:
-            bound += _spacing(q.dtype, 1) / 2 * (p @ values)
-            bound += _spacing(q.dtype, 0) / 2 * np.exp(top - base) * ((p > 0) @ values)
+        bound = np.minimum(p * np.expm1(delta + average), 1) @ values
+        bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
         bound += 2 * _spacing(q.dtype, abs(out4).max(-1, keepdims=True, initial=0))
         bound = np.where(unseen, 0, bound)
-        lse_bound = np.where(unseen, eps * abs(lse4), average + sums + 4 * eps * abs(lse4))
+        lse_bound = average + sums + 4 * eps * abs(lse4)
 
     bound = bound.swapaxes(1, 2) if layout == "bshd" and rank > 2 else bound
     return Exact(out, lse, bound.reshape(out.shape), lse_bound.reshape(lse.shape), q.dtype)
