@@ -6,6 +6,7 @@ Imports no GPU library.
 from __future__ import annotations
 
 import importlib
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,9 +31,26 @@ class Arrays(NamedTuple):
     out: Any = None
 
 
+_libraries: dict[type, str] = {}
+
+
+def _library(a: Any) -> str:
+    """The library whose array `a` is, if its memory can be taken as it is; asked once a type."""
+    kind = type(a)
+    if kind not in _libraries:
+        names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
+        if issubclass(kind, (np.ma.MaskedArray, np.matrix)):
+            _libraries[kind] = ""
+        elif issubclass(kind, np.ndarray):
+            _libraries[kind] = "numpy"
+        else:
+            _libraries[kind] = "cupy" if ("cupy", "ndarray") in names else ""
+    return _libraries[kind]
+
+
 def is_cupy(a: Any) -> bool:
     """Whether `a` is a CuPy array; true only if CuPy has been imported by whoever made `a`."""
-    return type(a).__module__.partition(".")[0] == "cupy" and hasattr(a, "__cuda_array_interface__")
+    return _library(a) == "cupy"
 
 
 def describe(name: str, a: Any) -> ArrayFacts:
@@ -43,14 +61,15 @@ def describe(name: str, a: Any) -> ArrayFacts:
     DTypeError
         `a` is neither, or is a subclass whose extra meaning would be lost.
     """
-    if isinstance(a, np.ndarray):
-        if isinstance(a, (np.ma.MaskedArray, np.matrix)):
-            raise DTypeError(
-                f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)"
-            )
-        return ArrayFacts(a.shape, a.strides, a.dtype, CPU)
-    if is_cupy(a):
+    library = _library(a)
+    if library == "cupy":
         return ArrayFacts(a.shape, a.strides, a.dtype, a.data.device_id)
+    if library == "numpy":
+        return ArrayFacts(a.shape, a.strides, a.dtype, CPU)
+    if isinstance(a, np.ndarray):
+        raise DTypeError(
+            f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)"
+        )
     raise DTypeError(f"{name} is a {type(a).__name__}; it must be a NumPy or CuPy array")
 
 
@@ -61,33 +80,48 @@ def namespace(a: Any) -> ModuleType:
     return np
 
 
-#: Exact answers for ordinary views; NumPy gives up on contrived ones after this many candidates.
-_BOUNDED: Any = {"max_work": 10_000}
-
-
 def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
     """Raise if `out` shares an element with an input: it would be overwritten while still read."""
-    target = _as_addresses(out)
+    begin, end = _span(out)
     for name, a in inputs.items():
         if a is None:
             continue
-        try:
-            shared = np.shares_memory(target, _as_addresses(a), **_BOUNDED)
-        except np.exceptions.TooHardError:
-            shared = True
-        if shared:
+        first, last = _span(a)
+        if first < end and begin < last and _share_elements(out, a):
             raise ArgumentError(f"out shares memory with {name}; pass an array of its own")
+
+
+def _span(a: Any) -> tuple[int, int]:
+    """First address of an array and the one after its last."""
+    address = a.data.ptr if is_cupy(a) else a.__array_interface__["data"][0]
+    below, above = _reach(a.shape, a.strides, a.dtype.itemsize)
+    return address - below, address + above
+
+
+@lru_cache(maxsize=4096)
+def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    if 0 in shape:
+        return 0, 0
+    steps = [stride * (size - 1) for size, stride in zip(shape, strides, strict=True)]
+    return -sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + itemsize
+
+
+def _share_elements(a: Any, b: Any) -> bool:
+    bounded: Any = {"max_work": 10_000}  # exact for ordinary views; contrived ones count as shared
+    try:
+        return np.shares_memory(_as_addresses(a), _as_addresses(b), **bounded)
+    except np.exceptions.TooHardError:
+        return True
 
 
 class _Addresses:
     def __init__(self, a: Any) -> None:
-        itemsize = a.dtype.itemsize
         self.__array_interface__ = {
             "version": 3,
             "data": (a.data.ptr, False),
             "shape": a.shape,
             "strides": a.strides,
-            "typestr": f"|V{itemsize}",
+            "typestr": f"|V{a.dtype.itemsize}",
         }
 
 

@@ -421,8 +421,11 @@ def _operand(name: str, facts: ArrayFacts, layout: str) -> Operand:
 
 
 def _in_elements(name: str, facts: ArrayFacts, shape: Shape, strides: Shape) -> Shape:
-    """Strides in elements; 0 along axes of one element, where they mean nothing."""
-    steps = [stride if size > 1 else 0 for stride, size in zip(strides, shape, strict=True)]
+    """Strides in elements; 0 where they mean nothing: axes of one element, arrays of none."""
+    meant = 0 not in shape
+    steps = [
+        stride if meant and size > 1 else 0 for stride, size in zip(strides, shape, strict=True)
+    ]
     if any(step % facts.dtype.itemsize for step in steps):
         raise ShapeError(
             f"{name} has strides {facts.strides} bytes, not all multiples of its item size "

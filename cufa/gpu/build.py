@@ -59,7 +59,7 @@ def ensure_cached(key: KernelKey) -> None:
 
 @cache
 def source(name: str) -> str:
-    """The text of ``kernels/<name>.cu`` with its includes expanded, and `#line` marks for the compiler."""
+    """``kernels/<name>.cu`` with its includes expanded, and `#line` marks for the compiler."""
     return "\n".join(_expand(f"{name}.cu", set()))
 
 

@@ -28,7 +28,8 @@ class Config(NamedTuple):
 
 class _Row(NamedTuple):
     kernel: str
-    itemsize: int  # of the accumulator for fa2_fwd_simt, which computes in it
+    itemsize: int  # of the arrays for fa2_fwd, of what they are computed in for fa2_fwd_simt
+    plain: bool  # only where scores are neither modified nor masked: the rest takes more registers
     head_dim: int  # at most; the larger of head_dim and head_dim_v
     seqlen: int  # at most
     config: Config
@@ -38,17 +39,20 @@ ANY = 1 << 62
 
 # fmt: off
 _TABLE = (
-    #    kernel     itemsize head_dim<= seqlen<=        block_m _n threads stages blocks/SM
-    _Row("fa2_fwd",        2,        64,     ANY, Config(   128, 64,   128,     1,        1)),
-    _Row("fa2_fwd",        2,       128,     ANY, Config(   128, 64,   256,     1,        1)),
-    _Row("fa2_fwd",        2,       256,     ANY, Config(    64, 64,   128,     1,        1)),
-    _Row("fa2_fwd_simt",   4,       128,     ANY, Config(    64, 64,   256,     1,        1)),
-    _Row("fa2_fwd_simt",   4,       128,     ANY, Config(    32, 32,   256,     1,        1)),
-    _Row("fa2_fwd_simt",   4,       256,     ANY, Config(    32, 32,   256,     1,        1)),
-    _Row("fa2_fwd_simt",   4,       256,     ANY, Config(    16, 16,   128,     1,        1)),
-    _Row("fa2_fwd_simt",   8,       128,     ANY, Config(    32, 32,   256,     1,        1)),
-    _Row("fa2_fwd_simt",   8,       256,     ANY, Config(    16, 32,   128,     1,        1)),
-    _Row("fa2_fwd_simt",   8,       256,     ANY, Config(     8, 16,   128,     1,        1)),
+    #    kernel     itemsize  plain head_dim<= seqlen<=        block_m _n threads stages blocks/SM
+    _Row("fa2_fwd",        2,  True,       64,     ANY, Config(   128, 64,   128,     1,        1)),
+    _Row("fa2_fwd",        2, False,       96,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd",        2,  True,      128,     ANY, Config(   128, 32,   128,     1,        1)),
+    _Row("fa2_fwd",        2, False,      256,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   4,  True,      128,     ANY, Config(    64, 64,   256,     1,        2)),
+    _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   4, False,      256,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   4, False,      256,     ANY, Config(    16, 16,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   8, False,      128,     ANY, Config(    64, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   8, False,      128,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",   8, False,      256,     ANY, Config(    16, 32,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   8, False,      256,     ANY, Config(     8, 16,   128,     1,        1)),
 )
 # fmt: on
 
@@ -80,6 +84,7 @@ def get_best_config(
     head_dim_v: int | None = None,
     dtype: str = "float16",
     causal: bool = False,
+    plain: bool = True,
     kernel: str | None = None,
     arch: int = 90,
 ) -> Config:
@@ -93,6 +98,8 @@ def get_best_config(
     dtype : {"float16", "bfloat16", "float32", "float64"}, default "float16"
     causal : bool, default False
         No row depends on it yet.
+    plain : bool, default True
+        False: the call has a mask, bias, ALiBi slopes, a softcap or a scale that is not positive.
     kernel : str, default the one that "auto" takes for aligned arrays
         "fa2_fwd" or "fa2_fwd_simt".
     arch : int, default 90
@@ -116,17 +123,18 @@ def get_best_config(
     if kernel is None:
         kernel = "fa2_fwd" if ITEMSIZE[dtype] == 2 and arch >= 80 else "fa2_fwd_simt"
     return find_config(
-        kernel,
-        dtype,
-        head_dim,
-        head_dim if head_dim_v is None else head_dim_v,
-        seqlen,
-        Device.of_arch(arch),
+        kernel, dtype, head_dim, head_dim_v or head_dim, seqlen, plain, Device.of_arch(arch)
     )
 
 
 def find_config(
-    kernel: str, dtype: str, head_dim: int, head_dim_v: int, seqlen: int, device: Device
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    seqlen: int,
+    plain: bool,
+    device: Device,
 ) -> Config:
     """The first row that fits the problem and the card's shared memory."""
     accumulator = max(4, ITEMSIZE[dtype])
@@ -136,6 +144,7 @@ def find_config(
         fits = (
             row.kernel == kernel
             and row.itemsize == itemsize
+            and (plain or not row.plain)
             and max(d, dv) <= row.head_dim
             and seqlen <= row.seqlen
         )
@@ -145,8 +154,3 @@ def find_config(
         f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} fits "
         f"{device.name}, which gives a block {device.shared_memory} bytes of shared memory"
     )
-
-
-def all_configs() -> list[tuple[str, int, int, Config]]:
-    """Every row as (kernel, itemsize, head_dim, config), for tests that compile them all."""
-    return [(row.kernel, row.itemsize, row.head_dim, row.config) for row in _TABLE]

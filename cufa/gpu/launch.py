@@ -61,7 +61,7 @@ def _conversions(problem: Problem) -> dict[str, str | None]:
     wanted: dict[str, str | None] = {
         name: None
         for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v))
-        if operand.shape[3] > 1 and operand.strides[3] != 1
+        if 0 not in operand.shape and operand.shape[3] > 1 and operand.strides[3] != 1
     }
     for name, per_head in (("alibi_slopes", problem.alibi_slopes), ("sink", problem.sink)):
         if per_head is not None and per_head.dtype != problem.accumulator:

@@ -97,8 +97,15 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
         There is none.
     """
     spec = select(problem, device)
+    fold_scale = _can_fold_scale(problem)
     config = find_config(
-        spec.name, problem.dtype, problem.head_dim, problem.head_dim_v, problem.seqlen_q, device
+        spec.name,
+        problem.dtype,
+        problem.head_dim,
+        problem.head_dim_v,
+        problem.seqlen_q,
+        fold_scale and problem.mask is None,
+        device,
     )
     return KernelKey(
         kernel=spec.name,
@@ -115,7 +122,7 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
         softcap=problem.softcap is not None,
         sink=problem.sink is not None,
         lse=problem.return_lse,
-        fold_scale=_can_fold_scale(problem),
+        fold_scale=fold_scale,
         config=config,
     )
 

@@ -24,7 +24,7 @@ template <int kRows, int kCols>
 DEVICE void copy_rows(PaddedTile<kRows, kCols> dst, const Elem* src, i64 stride, int first, int rows, int cols) {
   constexpr int kRun = kAligned ? 16 / sizeof(Elem) : 1;
   constexpr int kRuns = kCols / kRun;
-#pragma unroll 4
+#pragma unroll 2
   for (int i = ptx::tid_x(); i < kRows * kRuns; i += kThreads) {
     const int row = i / kRuns, col = i % kRuns * kRun;
     const int inside = first + row < rows ? cols - col : 0;  // elements that exist from here on

@@ -28,7 +28,7 @@ template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
 template <int kRows, int kCols, int kRowsA, int kRowsB, int kDepth>
 DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDepth> a, PaddedTile<kRowsB, kDepth> b) {
   s.clear();
-#pragma unroll 2
+#pragma unroll 1
   for (int d = 0; d < kDepth; d += kRealVec) {
     RealVec a_run[kRows];
 #pragma unroll
@@ -47,7 +47,7 @@ DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDept
 // o += p v: p [rows][kDepth], v [kDepth][columns], both in shared memory.
 template <int kRows, int kCols, int kRun, int kRowsP, int kDepth, int kColsV>
 DEVICE void matmul_nn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kRowsP, kDepth> p, PaddedTile<kDepth, kColsV> v) {
-#pragma unroll 2
+#pragma unroll 1
   for (int j = 0; j < kDepth; j += kRealVec) {
     RealVec p_run[kRows];
 #pragma unroll
