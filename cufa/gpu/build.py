@@ -121,7 +121,7 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
         ) from error
     if _debugging():
         print(f"cufa: compiled {key}\n{log.getvalue()}", file=sys.stderr)
-    return bytes(code), log.getvalue()
+    return bytes(code), log.getvalue().replace("\0", "")
 
 
 def _debugging() -> bool:

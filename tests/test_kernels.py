@@ -1,0 +1,159 @@
+"""What can be known of the kernels without a GPU: they compile, fit, and keep to the rules."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+
+from cufa.gpu import build, config
+from cufa.gpu.config import Config, find_config
+from cufa.gpu.device import Device
+from cufa.gpu.plan import KernelKey
+from cufa.gpu.registry import KERNELS
+
+ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
+HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
+PLAIN: dict[str, list[Any]] = {
+    name: [False, True] for name in ("left", "right", "sink", "lse", "aligned")
+}
+MODIFIED: dict[str, list[Any]] = {
+    **PLAIN,
+    "mask": [False, True],
+    "bias": [None, "float16", "bfloat16", "float32", "float64"],
+    "alibi": [False, True],
+    "softcap": [False, True],
+}
+#: Units compiled for each tile of an architecture.
+UNITS = 2
+
+
+@cache
+def feature_sets(plain: bool) -> list[dict[str, Any]]:
+    """Every pair of values of two features occurs in one of these."""
+    features = PLAIN if plain else MODIFIED
+    sets = [
+        dict(zip(features, values, strict=True)) for values in AllPairs(list(features.values()))
+    ]
+    nothing = {"mask": False, "bias": None, "alibi": False, "softcap": False}
+    for chosen in sets:
+        chosen.update({name: chosen.get(name, off) for name, off in nothing.items()})
+        modified = chosen["bias"] or chosen["alibi"] or chosen["softcap"]
+        chosen["fold_scale"] = plain or (chosen["mask"] and not modified)
+    return sets
+
+
+Place = tuple[str, bool, Config]
+
+
+def places(arch: int) -> dict[Place, list[tuple[str, int, int]]]:
+    """By tile: the (dtype, head_dim, head_dim_v) that take it."""
+    found = defaultdict(list)
+    for spec in KERNELS:
+        if arch < spec.min_arch:
+            continue
+        for dtype, d, dv, plain in product(spec.dtypes, HEAD_DIMS, HEAD_DIMS, (True, False)):
+            tile = find_config(spec.name, dtype, d, dv, 1, plain, Device.of_arch(arch))
+            found[spec.name, plain, tile].append((dtype, d, dv))
+    return found
+
+
+def units(arch: int) -> Iterator[KernelKey]:
+    """Each tile of the architecture with its largest head dim, one other, and some features."""
+    for i, ((kernel, plain, tile), members) in enumerate(places(arch).items()):
+        fitting = [f for f in feature_sets(plain) if f["aligned"] or kernel != "fa2_fwd"]
+        largest = max(members, key=lambda member: member[1] + member[2])
+        others = [members[(i * 7 + arch + j * 31) % len(members)] for j in range(UNITS - 1)]
+        for j, (dtype, d, dv) in enumerate([largest, *others]):
+            features = fitting[(i + arch + j * 5) % len(fitting)]
+            yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_tile_compiles_without_spills_and_fits(arch: int) -> None:
+    keys = list(units(arch))
+    assert keys
+
+    def fault(key: KernelKey) -> str | None:
+        code, log = build.compile_key(key, verbose=True)
+        spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+        if not code.startswith(b"\x7fELF") or not spills:
+            return f"no machine code or no report:\n{log}"
+        if any(spills) or re.search(r"[1-9]\d* bytes stack frame", log):
+            return f"spills:\n{log}"
+        if key.smem_bytes > Device.of_arch(arch).shared_memory:
+            return f"{key.smem_bytes} bytes of shared memory"
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = {key: text for key, text in zip(keys, pool.map(fault, keys), strict=True) if text}
+    assert not faults, "\n".join(f"{key}: {text}" for key, text in faults.items())
+
+
+def test_every_row_of_the_table_serves_some_card() -> None:
+    taken = {(kernel, tile) for arch in ARCHS for kernel, _, tile in places(arch)}
+    rows = {(row.kernel, row.config) for row in config._TABLE}
+    assert rows == taken
+
+
+def code_lines(path: Any) -> Iterator[tuple[int, str]]:
+    """Lines without their comments."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        yield number, line.partition("//")[0]
+
+
+def test_instructions_and_builtins_appear_only_in_ptx() -> None:
+    reserved = re.compile(
+        r"\basm\b|__shfl|__sync|__cvta|\batomic|__ldg|\b(threadIdx|blockIdx|blockDim|gridDim)\b"
+        r"|__shared__|__float_as|__uint_as"
+    )
+    for path in build.KERNELS.rglob("*.cu*"):
+        if path.parent.name != "ptx":
+            for number, line in code_lines(path):
+                assert not reserved.search(line), f"{path.name}:{number}: {line}"
+
+
+def test_macros_are_read_in_one_header_only() -> None:
+    for path in build.KERNELS.rglob("*.cu*"):
+        for number, line in code_lines(path):
+            if path.name != "config.cuh":
+                assert "CUFA_" not in line, f"{path.name}:{number}"
+            directive = re.match(r"\s*#\s*(\w+)", line)
+            if directive and path.name != "types.cuh":
+                assert directive[1] in ("include", "pragma"), f"{path.name}:{number}: {line}"
+
+
+def test_kernels_include_only_their_own_headers_and_upwards_never() -> None:
+    order = ["base", "ptx", "tile", "attn", "kernels"]
+    below = {"ptx": {"base/types.cuh"}}
+    for path in build.KERNELS.rglob("*.cu*"):
+        mine = order.index(path.parent.name)
+        for _, line in code_lines(path):
+            if include := re.match(r"#include (.*)", line):
+                target = include[1].strip().strip('"')
+                assert (build.KERNELS / target).is_file(), f"{path.name} includes {include[1]}"
+                folder = target.partition("/")[0]
+                if path.parent.name in below:
+                    assert target in below[path.parent.name]
+                elif path.parent.name != "base":
+                    assert order.index(folder) <= mine, f"{path.name} includes {target}"
+
+
+def test_the_cache_key_sees_headers_and_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = next(units(90))
+    first = build._cache_key(key)
+    assert build._cache_key(key) == first
+    text = build.source(key.kernel)
+    monkeypatch.setattr(build, "source", lambda name: text.replace("infinity()", "infinity( )"))
+    assert build._cache_key(key) != first
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "_compiler_version", lambda: "another")
+    assert build._cache_key(key) != first
