@@ -26,8 +26,8 @@ from cufa.bounds import Array, Exact, exact
 
 Shape = tuple[int, ...]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-#: What scores look like; each has broken some kernel. Queries and keys are noise of some size plus
-#: so much of a common vector: for keys a function of their place, from 0 to 1. It alone scores 200.
+#: What scores look like; each has broken some kernel. Queries and keys are noise plus so much of a
+#: common vector: for keys a function of their place, from 0 to 1. It alone scores 200.
 # fmt: off
 SCORES: dict[str, tuple[float, float, float, Callable[[Any], Any]]] = {
     # name       q noise  common  k noise  common
@@ -97,8 +97,7 @@ def place(xp: Any, values: Any, memory: Memory = CONTIGUOUS, poison: Any = np.na
 
     NumPy and CuPy arrays of one `memory` have the same strides and the same alignment.
     """
-    guard = 256  # elements
-    shape, itemsize = values.shape, values.dtype.itemsize
+    shape, itemsize, guard = values.shape, values.dtype.itemsize, 256
     strides, first, width = [0] * 4, guard + memory.offset, 1
     for axis in reversed(memory.order):
         step, size = memory.step[axis], shape[axis]
@@ -174,7 +173,7 @@ class Case:
         return exact(*self.arrays(np), **self.options(np))
 
     def few_kernels(self) -> Case:
-        """This case bent so that all cases together need few compiled kernels.
+        """This case bent so that all cases together need about a hundred compiled kernels.
 
         Head dims fall into 33..64 or 97..128, features into the sets of `FEW`, a bias into float32.
         """
@@ -182,30 +181,26 @@ class Case:
         fitting = [few for few in FEW if few <= on]
         largest = [few for few in fitting if len(few) == max(map(len, fitting))]
         keep = largest[self.seed % len(largest)]
-        drop = {f: False if f in ("causal", "sink") else None for f in on - keep}
-        v_bucket = 33 if self.head_dim_v <= 96 else 97
-        return replace(
-            self,
-            **drop,  # type: ignore[arg-type]
-            head_dim=33 + (self.head_dim - 1) % 32,
-            head_dim_v=v_bucket + (self.head_dim_v - 1) % 32,
-            extra_dtype="float32",
-        )
+        drop: dict[str, Any] = {f: False if f in ("causal", "sink") else None for f in on - keep}
+        first = 97 if self.head_dim > 96 else 33
+        first_v = max(first, 97 if self.head_dim_v > 96 else 33)
+        sizes = first + (self.head_dim - 1) % 32, first_v + (self.head_dim_v - 1) % 32
+        return replace(self, **drop, head_dim=sizes[0], head_dim_v=sizes[1], extra_dtype="float32")
 
-    def arrays(self, xp: Any) -> tuple[Any, Any, Any]:
-        """q, k and v as views that `xp` (numpy or cupy) would make, in buffers full of NaN."""
-        q, k, v = (self.caller_axes(placed.array) for placed in self.placed(xp))
+    def arrays(self, xp: Any, poison: float = np.nan) -> tuple[Any, Any, Any]:
+        """q, k and v as views that `xp` (numpy or cupy) would make, in buffers full of `poison`."""
+        q, k, v = (self.caller_axes(placed.array) for placed in self.placed(xp, poison))
         return q, k, v
 
-    def placed(self, xp: Any) -> tuple[Placed, Placed, Placed]:
+    def placed(self, xp: Any, poison: float = np.nan) -> tuple[Placed, Placed, Placed]:
         """q, k and v of axes (batch, heads, seqlen, head_dim), with their buffers."""
         dtype, memories = numpy_dtype(self.dtype), (self.q_memory, self.k_memory, self.v_memory)
         values = (a.astype(dtype) for a in self._values())
-        q, k, v = (place(xp, a, m) for a, m in zip(values, memories, strict=True))
+        q, k, v = (place(xp, a, m, poison) for a, m in zip(values, memories, strict=True))
         return q, k, v
 
     def caller_axes(self, a: Any) -> Any:
-        """An array of axes (batch, heads, seqlen, head_dim) with the axes of this case's call."""
+        """An array of axes (batch, heads, seqlen, head_dim) with the axes of this call."""
         if self.layout == "bshd" and self.rank > 2:
             a = a.swapaxes(1, 2)
             return a if self.rank == 4 else a[0]
@@ -224,8 +219,7 @@ class Case:
             "layout": self.layout,
         }
         if self.mask is not None:
-            shape = tuple(np.where(self.mask, full, 1))
-            visible = self._visible(rng, shape)
+            visible = self._visible(rng, tuple(np.where(self.mask, full, 1)))
             options["mask"] = self._broadcast(place(xp, visible, self.extra_memory, poison=True))
         if self.bias is not None:
             shape = tuple(np.where(self.bias, full, 1))
@@ -343,6 +337,7 @@ def cases(
     *,
     dtypes: Sequence[str] = FLOATS,
     head_dims: st.SearchStrategy[int] = HEAD_DIMS,
+    features: Sequence[str] = FEATURES,
     max_elements: int = 1 << 24,
     **fixed: Any,
 ) -> Case:
@@ -352,9 +347,11 @@ def cases(
     ----------
     dtypes : sequence of str
     head_dims : strategy of int
-        For `head_dim` and, independently half of the time, for `head_dim_v`.
+        For `head_dim` and, half of the time, once more for `head_dim_v`.
+    features : sequence of str
+        Options that may be on.
     max_elements : int
-        Bound on ``batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)``.
+        ``batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)``, where one head fits.
     **fixed
         A value, or a strategy, for any field of `Case`.
     """
@@ -373,7 +370,7 @@ def cases(
         fits = [n for n in sizes if many and n <= budget] or [1]
         counts[name] = pick(name, st.sampled_from(fits))
         budget //= max(1, counts[name])
-    on = draw(st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES)))
+    on = draw(st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES))) & {*features}
     off = {name: st.just(False if name in ("causal", "sink") else None) for name in FEATURES}
     return Case(
         head_dim=head_dim,

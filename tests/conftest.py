@@ -1,0 +1,51 @@
+"""Both libraries behind one fixture, and the hypothesis profiles.
+
+``pytest --hypothesis-profile=ci`` tries five times as many examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from cufa.testing import Case
+
+settings.register_profile("default", deadline=None, print_blob=True, derandomize=False)
+settings.register_profile("ci", settings.get_profile("default"), max_examples=500)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request: pytest.FixtureRequest) -> ModuleType:
+    """numpy, and cupy where there is a GPU."""
+    return np if request.param == "numpy" else _cupy()
+
+
+@pytest.fixture(scope="session")
+def cupy() -> ModuleType:
+    """cupy; for tests that are marked gpu."""
+    return _cupy()
+
+
+@pytest.fixture(scope="session")
+def fit(xp: ModuleType) -> Callable[[Case], Case]:
+    """Bends a case so that a run of the GPU tests compiles few kernels; does nothing on NumPy."""
+    return (lambda case: case) if xp is np else Case.few_kernels
+
+
+def _cupy() -> ModuleType:
+    try:
+        import cupy
+    except ImportError as error:
+        pytest.skip(f"CuPy cannot be imported: {error}")
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"CuPy finds no GPU: {error}")
+    if not devices:
+        pytest.skip("CuPy finds no GPU")
+    return cupy
