@@ -1,0 +1,282 @@
+"""Calls that must be refused: with which error, in which words, and before anything is written."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+import cufa
+from cufa import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from cufa.problem import MAX_SEQLEN
+from cufa.testing import Memory, place, to_numpy
+
+BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V = 2, 6, 3, 5, 7, 8, 4
+
+
+def good_call(xp):
+    """Arguments that fit together."""
+    return {
+        "q": xp.ones((BATCH, HEADS, SEQLEN_Q, HEAD_DIM), "float32"),
+        "k": xp.ones((BATCH, KV_HEADS, SEQLEN_K, HEAD_DIM), "float32"),
+        "v": xp.ones((BATCH, KV_HEADS, SEQLEN_K, HEAD_DIM_V), "float32"),
+        "out": xp.full((BATCH, HEADS, SEQLEN_Q, HEAD_DIM_V), 77, "float32"),
+    }
+
+
+def ones(*shape, dtype="float32"):
+    """An array for a row of the tables."""
+    return lambda xp, call: xp.ones(shape, dtype)
+
+
+def changed(name, change):
+    """The good call's argument `name`, changed."""
+    return lambda xp, call: change(call[name])
+
+
+def every_third_byte(xp, call):
+    """Strides that are no multiple of the item size."""
+    packed = np.zeros((2, 3, 7), [("a", "f4"), ("b", "i1")])["a"]
+    if xp is np:
+        return packed[..., None]
+    raw = xp.zeros(2 * 3 * 7 * 5 + 16, "uint8")
+    return xp.ndarray((2, 3, 7, 1), "float32", raw.data, (*packed.strides, 4))
+
+
+def broadcast(*shape, dtype="float32"):
+    """An array of any size that takes no memory."""
+    return lambda xp, call: xp.broadcast_to(xp.zeros((), dtype), shape)
+
+
+#: What is passed in place of a good argument, and what the message says.
+BAD_CALLS = {
+    ArgumentError: [
+        ({"layout": "bsh"}, r"layout is 'bsh'; .*'bhsd', 'bshd'"),
+        ({"layout": None}, r"layout is None, of type NoneType"),
+        ({"algorithm": "fa9"}, r"algorithm is 'fa9'; .*'auto'"),
+        ({"causal": "bottom"}, r"causal is 'bottom'; .*'top_left'"),
+        ({"causal": 1}, r"causal is 1, of type int"),
+        ({"window": 4}, r"window is 4; .*pair"),
+        ({"window": (1, 2, 3)}, r"window is \(1, 2, 3\); .*pair"),
+        ({"window": (-3, 0)}, r"left bound -3; .*at least 0"),
+        ({"window": (-1, -3)}, r"right bound -3; .*at least 0"),
+        ({"scale": math.nan}, r"scale is nan; .*finite"),
+        ({"scale": math.inf}, r"scale is inf; .*finite"),
+        ({"softcap": 0.0}, r"softcap is 0\.0; .*positive"),
+        ({"softcap": -5.0}, r"softcap is -5\.0; .*positive"),
+        ({"softcap": math.inf}, r"softcap is inf; .*positive"),
+        ({"softcap": math.nan}, r"softcap is nan; .*positive"),
+        ({"q": lambda xp, call: call["out"], "k": ones(2, 3, 7, 4)}, r"out shares memory with q"),
+        (
+            {"v": lambda xp, call: call["out"][:, ::2], "k": ones(2, 3, 5, 8)},
+            r"out shares memory with v",
+        ),
+    ],
+    DTypeError: [
+        ({"window": (1.5, 0)}, r"left bound 1\.5; .*integer or None"),
+        ({"window": (0, "a")}, r"right bound 'a'; .*integer or None"),
+        ({"scale": "1.0"}, r"scale is '1\.0'; .*number"),
+        ({"scale": [1.0]}, r"scale is a list; .*number"),
+        ({"scale": 1j}, r"scale is a complex; .*number"),
+        ({"softcap": "x"}, r"softcap is 'x'; .*number"),
+        ({"q": lambda xp, call: [[1.0]]}, r"q is a list; .*NumPy or CuPy"),
+        ({"k": lambda xp, call: None}, r"k is a NoneType"),
+        ({"mask": lambda xp, call: True}, r"mask is a bool"),
+        (
+            {"q": ones(2, 6, 5, 8, dtype="int32")},
+            r"q is int32; .*float16, bfloat16, float32, float64",
+        ),
+        ({"q": ones(2, 6, 5, 8, dtype="complex64")}, r"q is complex64"),
+        ({"k": ones(2, 3, 7, 8, dtype="float16")}, r"q is float32 and k is float16; .*equal"),
+        ({"v": ones(2, 3, 7, 4, dtype="float64")}, r"q is float32 and v is float64; .*equal"),
+        ({"out": ones(2, 6, 5, 4, dtype="float64")}, r"q is float32 and out is float64; .*equal"),
+        ({"mask": ones(5, 7, dtype="int8")}, r"mask is int8; .*bool.*bias="),
+        ({"mask": ones(5, 7)}, r"mask is float32; .*bool.*bias="),
+        ({"bias": ones(5, 7, dtype="bool")}, r"bias is bool; it takes float16"),
+        ({"alibi_slopes": ones(6, dtype="int64")}, r"alibi_slopes is int64; it takes float16"),
+        ({"sink": ones(6, dtype="complex64")}, r"sink is complex64; it takes float16"),
+    ],
+    ShapeError: [
+        ({"q": ones(8)}, r"q has 1 axes, shape \(8,\); it must have 2"),
+        ({"q": ones(1, 2, 6, 5, 8)}, r"q has 5 axes"),
+        ({"k": ones(3, 7, 8)}, r"q has 4 axes and k has 3"),
+        ({"v": ones(7, 4)}, r"q has 4 axes and v has 2"),
+        ({"k": ones(1, 3, 7, 8)}, r"q has batch 2 and k has batch 1"),
+        ({"v": ones(3, 3, 7, 4)}, r"q has batch 2 and v has batch 3"),
+        ({"k": ones(2, 3, 7, 9)}, r"q has head_dim 8 and k has head_dim 9"),
+        ({"v": ones(2, 2, 7, 4)}, r"k has 3 heads and v has 2"),
+        ({"v": ones(2, 3, 6, 4)}, r"k has seqlen 7 and v has seqlen 6"),
+        ({"k": ones(2, 4, 7, 8), "v": ones(2, 4, 7, 4)}, r"q has 6 heads and k has 4; .*multiple"),
+        ({"k": ones(2, 0, 7, 8), "v": ones(2, 0, 7, 4)}, r"q has 6 heads and k has 0; .*multiple"),
+        ({"layout": "bshd", "out": None}, r"q has 5 heads and k has 7; .*'bshd'"),
+        ({"q": ones(2, 6, 5, 0), "k": ones(2, 3, 7, 0)}, r"q has head_dim 0; .*at least 1"),
+        ({"v": ones(2, 3, 7, 0), "out": None}, r"v has head_dim 0; .*at least 1"),
+        (
+            {"k": broadcast(2, 3, MAX_SEQLEN + 1, 8), "v": broadcast(2, 3, MAX_SEQLEN + 1, 4)},
+            rf"k has seqlen {MAX_SEQLEN + 1}; .*at most",
+        ),
+        ({"mask": ones(5, 20, dtype="bool")}, r"mask has shape \(5, 20\); .*\(2, 6, 5, 7\)"),
+        (
+            {"mask": ones(1, 2, 6, 5, 7, dtype="bool")},
+            r"mask has shape \(1, 2, 6, 5, 7\); .*broadcast",
+        ),
+        ({"bias": ones(2, 3, 5, 7)}, r"bias has shape \(2, 3, 5, 7\); .*broadcast"),
+        ({"bias": ones(0, 6, 5, 7)}, r"bias has shape \(0, 6, 5, 7\); .*broadcast"),
+        ({"alibi_slopes": ones(3)}, r"alibi_slopes has shape \(3,\); .*\(6,\) or \(2, 6\)"),
+        ({"alibi_slopes": ones(3, 6)}, r"alibi_slopes has shape \(3, 6\)"),
+        ({"sink": ones(2, 6)}, r"sink has shape \(2, 6\); it must be \(6,\)"),
+        ({"v": every_third_byte, "out": None}, r"v has strides .*multiples of its item size 4"),
+        ({"out": ones(2, 6, 5, 8)}, r"out has shape \(2, 6, 5, 8\); it must be \(2, 6, 5, 4\)"),
+        ({"out": changed("out", lambda a: a[0])}, r"out has shape \(6, 5, 4\)"),
+        (
+            {"out": lambda xp, call: xp.zeros((2, 6, 5, 8), "f4")[..., ::2]},
+            r"out has stride 8 bytes along its last axis",
+        ),
+        (
+            {"out": changed("out", lambda a: a[..., ::-1])},
+            r"out has stride -4 bytes along its last axis",
+        ),
+        (
+            {"out": broadcast(2, 6, 5, 1), "v": ones(2, 3, 7, 1)},
+            r"out has strides .*overlap in memory",
+        ),
+    ],
+}
+BAD_MERGES = {
+    ArgumentError: [
+        ({"layout": "sbhd"}, r"layout is 'sbhd'"),
+    ],
+    ShapeError: [
+        ({"out_a": ones(4), "out_b": ones(4)}, r"out_a has 1 axes"),
+        (
+            {"out_b": ones(2, 6, 5, 3)},
+            r"out_a has shape \(2, 6, 5, 4\) and out_b has \(2, 6, 5, 3\)",
+        ),
+        ({"lse_a": ones(2, 5, 6)}, r"lse_a has shape \(2, 5, 6\); .*must be \(2, 6, 5\)"),
+        ({"lse_b": ones(2, 6)}, r"lse_b has shape \(2, 6\)"),
+        ({"layout": "bshd"}, r"lse_a has shape \(2, 6, 5\); .*must be \(2, 5, 6\)"),
+    ],
+    DTypeError: [
+        ({"out_b": ones(2, 6, 5, 4, dtype="float16")}, r"out_a is float32 and out_b is float16"),
+        ({"lse_b": ones(2, 6, 5, dtype="float64")}, r"lse_a is float32 and lse_b is float64"),
+        ({"out_a": ones(2, 6, 5, 4, dtype="int32")}, r"out_a is int32; it takes float16"),
+        ({"lse_a": ones(2, 6, 5, dtype="int64")}, r"lse_a is int64; it takes float16"),
+        ({"out_a": lambda xp, call: 3.0}, r"out_a is a float"),
+    ],
+}
+BAD_DROPOUT = [
+    (9.9e9, ArgumentError, r"dropout_p is 9900000000\.0; .*below 1"),
+    (-0.1, ArgumentError, r"dropout_p is -0\.1; .*at least 0"),
+    (1.0, ArgumentError, r"dropout_p is 1\.0; .*below 1"),
+    (math.nan, ArgumentError, r"dropout_p is nan"),
+    (0.1, UnsupportedError, r"dropout_p is 0\.1; .*only 0\.0"),
+]
+
+
+def named(table):
+    """Rows as parameters, each named after its message."""
+    return [
+        pytest.param(changes, error, message, id=re.sub(r"\\|\.\*", "", message))
+        for error, rows in table.items()
+        for changes, message in rows
+    ]
+
+
+def build(xp, call, changes):
+    """The call with some arguments changed."""
+    made = {n: change(xp, call) if callable(change) else change for n, change in changes.items()}
+    return {**call, **made}
+
+
+def refuse(call, arguments, error, message, names=("q", "k", "v")):
+    """`call` raises `error`, an instance of cufa's base class, with that message."""
+    arrays = [arguments[name] for name in names]
+    options = {name: value for name, value in arguments.items() if name not in names}
+    with pytest.raises(error, match=message) as caught:
+        call(*arrays, **options)
+    assert isinstance(caught.value, cufa.CufaError)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), named(BAD_CALLS))
+def test_a_bad_call_is_refused_before_anything_is_written(xp, changes, error, message):
+    good = good_call(xp)
+    refuse(cufa.attention, build(xp, good, changes), error, message)
+    assert (to_numpy(good["out"]) == 77).all()
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), named(BAD_MERGES))
+def test_a_bad_merge_is_refused(xp, changes, error, message):
+    rows = BATCH, HEADS, SEQLEN_Q
+    outs = {
+        "out_a": xp.ones((*rows, HEAD_DIM_V), "f4"),
+        "out_b": xp.ones((*rows, HEAD_DIM_V), "f4"),
+    }
+    good = {**outs, "lse_a": xp.ones(rows, "f4"), "lse_b": xp.ones(rows, "f4")}
+    names = ("out_a", "lse_a", "out_b", "lse_b")
+    refuse(cufa.merge, build(xp, good, changes), error, message, names)
+
+
+@pytest.mark.parametrize(("dropout_p", "error", "message"), BAD_DROPOUT)
+def test_dropout_is_refused(xp, dropout_p, error, message):
+    call = good_call(xp)
+    del call["out"]
+    refuse(cufa.flash_attn_func, {**call, "dropout_p": dropout_p}, error, message)
+
+
+@pytest.mark.parametrize("error", [ArgumentError, ShapeError, DeviceError])
+def test_errors_of_value_are_value_errors(error):
+    assert issubclass(error, ValueError)
+
+
+def test_errors_of_type_are_type_errors():
+    assert issubclass(DTypeError, TypeError)
+    assert issubclass(UnsupportedError, NotImplementedError)
+    assert issubclass(cufa.BuildError, RuntimeError)
+
+
+def test_the_other_byte_order_is_refused():
+    call = good_call(np)
+    call["q"] = call["q"].astype(">f4")
+    refuse(cufa.attention, call, DTypeError, r"q is stored in the other byte order \(>f4\)")
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+@pytest.mark.parametrize("subclass", [np.ma.masked_array, np.matrix])
+def test_arrays_with_a_meaning_of_their_own_are_refused(subclass):
+    call = {name: subclass(np.ones((4, 8), "float32")) for name in "qkv"}
+    refuse(cufa.attention, call, DTypeError, r"q is a (MaskedArray|matrix); pass a plain array")
+
+
+def test_a_read_only_out_is_refused():
+    call = good_call(np)
+    call["out"].flags.writeable = False
+    refuse(cufa.attention, call, ArgumentError, r"out is read-only")
+    assert (call["out"] == 77).all()
+
+
+def test_out_between_the_rows_of_an_input_is_accepted(xp):
+    wide = place(xp, np.ones((BATCH, HEADS, SEQLEN_Q, 12), "float32"), Memory()).array
+    call = {**good_call(xp), "q": wide[..., :8], "out": wide[..., 8:]}
+    out = cufa.attention(call["q"], call["k"], call["v"], out=call["out"])
+    assert (to_numpy(out) == 1).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["k", "v", "out", "mask", "bias", "alibi_slopes", "sink"])
+def test_numpy_mixed_with_cupy_is_refused(cupy, name):
+    shapes = {"mask": (5, 7), "bias": (5, 7), "alibi_slopes": (6,), "sink": (6,)}
+    options = {n: cupy.ones(s, "bool" if n == "mask" else "float32") for n, s in shapes.items()}
+    call = {**good_call(cupy), **options}
+    call[name] = cupy.asnumpy(call[name])
+    message = rf"q is on GPU 0 \(CuPy\) and {name} is on the CPU \(NumPy\); .*one device"
+    refuse(cufa.attention, call, DeviceError, message)
+
+
+@pytest.mark.gpu
+def test_numpy_queries_with_cupy_keys_are_refused(cupy):
+    call = {**good_call(cupy), "q": good_call(np)["q"]}
+    refuse(
+        cufa.attention, call, DeviceError, r"q is on the CPU \(NumPy\) and k is on GPU 0 \(CuPy\)"
+    )
