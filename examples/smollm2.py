@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +50,8 @@ def plain_attention(q: Array, k: Array, v: Array, dtype: Any = None) -> Array:
     q, k, v = (a.swapaxes(0, 1).astype(dtype or a.dtype) for a in (q, k, v))
     scores = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
     rows, columns = scores.shape[-2:]
-    hidden = ~xp.tri(rows, columns, columns - rows, dtype=bool)  # the last query sees every key
-    scores[:, hidden] = -np.inf
+    hide = xp.full((rows, columns), -np.inf, scores.dtype)
+    scores += xp.triu(hide, columns - rows + 1)  # the last query sees every key
     weights = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     return (weights / weights.sum(axis=-1, keepdims=True) @ v).swapaxes(0, 1)
 
@@ -315,21 +316,22 @@ def progress(label: str, items: Collection[Any]) -> Iterator[Any]:
 
 def pick_backend(name: str) -> Any:
     """NumPy or CuPy; "auto" is CuPy if it is installed and sees a GPU."""
-    if name == "numpy":
+    if name == "numpy" or (name == "auto" and not find_spec("cupy")):
         return np
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns where there is no driver
             import cupy
         if cupy.is_available():
-            cupy.ones((1, 1)) @ cupy.ones((1, 1))
+            cupy.ones((2, 2)) @ cupy.ones((2, 2))  # needs cuBLAS, which CuPy does not bring
             return cupy
         missing = "CuPy sees no GPU"
-    except ImportError as error:  # CuPy itself, or cuBLAS for its matrix products
-        missing = f"{error}; the README says what to install".replace("\n", " ")
-    if name == "auto":
-        return np
-    raise SystemExit(f"--backend cupy: {missing}")
+    except (ImportError, RuntimeError) as error:
+        missing = str(error).partition("\n")[0]
+    if name == "cupy":
+        raise SystemExit(f"--backend cupy: {missing}; the README says what to install")
+    note(f"on the CPU: {missing}")
+    return np
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -61,7 +61,7 @@ def decoded(tokenizer, tokens) -> str:
 def test_a_factual_question_is_answered(smollm2, tokenizer, model):
     prompt = tokenizer.encode_chat(QUESTION)
     tokens = smollm2.generate(model, prompt, tokenizer.end, 12, 0.0, None)
-    assert decoded(tokenizer, tokens) == f"The capital of France is {ANSWER}."
+    assert ANSWER in decoded(tokenizer, tokens)
 
 
 def test_a_seed_repeats_a_sampled_answer(smollm2, tokenizer, model):
