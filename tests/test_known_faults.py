@@ -1,0 +1,630 @@
+"""Inputs that broke other attention libraries, and what is right here; ids group them by topic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cufa
+from cufa.bounds import exact
+from cufa.testing import (
+    Case,
+    Memory,
+    assert_within_rounding,
+    cases,
+    numpy_dtype,
+    place,
+    to_numpy,
+)
+
+INF = math.inf
+FLOAT32_MIN = float(np.finfo("float32").min)
+#: Every element of k or v stands next to the same one of another head.
+TRANSPOSED = Memory(order=(0, 2, 1, 3))
+
+
+def case(seqlen_q, seqlen_k=None, heads=2, kv_heads=None, head_dim=64, dtype="float16", **fields):
+    """A problem in layout bshd; as many keys as queries, as many key heads as heads."""
+    kv_heads = kv_heads or heads
+    fields = {"layout": "bshd", "head_dim_v": head_dim, **fields}
+    return Case(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_q if seqlen_k is None else seqlen_k,
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        **fields,
+    )
+
+
+def check(xp, problem, **options):
+    """Attention on a case, with some options replaced or added, is the formula."""
+    on_host = {**problem.options(np), **options}
+    on_device = {**problem.options(xp), **{n: moved(xp, a) for n, a in options.items()}}
+    result = cufa.attention(*problem.arrays(xp), return_lse=True, **on_device)
+    assert_within_rounding(result, exact(*problem.arrays(np), **on_host))
+    return result
+
+
+def check_arrays(xp, q, k, v, **options):
+    """The same for arrays of one's own; NumPy views keep their strides on the way to `xp`."""
+    on_device = {n: moved(xp, a) for n, a in options.items()}
+    result = cufa.attention(*(moved(xp, a) for a in (q, k, v)), return_lse=True, **on_device)
+    assert_within_rounding(result, exact(q, k, v, **options))
+    return result
+
+
+def moved(xp, a):
+    """`a` in the library `xp`, a view with the same strides in a copy of its whole buffer."""
+    if xp is np or not isinstance(a, np.ndarray):
+        return a
+    owner = a
+    while isinstance(owner.base, np.ndarray):
+        owner = owner.base
+    start = a.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+    copy = xp.asarray(np.ascontiguousarray(owner).reshape(-1).view(np.uint8))
+    return xp.ndarray(a.shape, a.dtype, copy.data + start, a.strides)
+
+
+def slopes(heads):
+    """The geometric slopes of the ALiBi paper."""
+    return (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype("float32")
+
+
+def close_to(level, seqlen_q, seqlen_k, dtype, **fields):
+    """q and k whose scores all lie close to `level`, with ordinary differences between the keys."""
+    problem = case(seqlen_q, seqlen_k, dtype=dtype, scores="tiny", **fields)
+    q, k, v = (a.astype(float) for a in problem.arrays(np))
+    size = math.sqrt(abs(level) / math.sqrt(problem.head_dim))  # of each component
+    q, k = 300 * q + size, 300 * k + math.copysign(size, level)
+    return *(a.astype(numpy_dtype(dtype)) for a in (q, k)), v.astype(numpy_dtype(dtype))
+
+
+# fmt: off
+PROBLEMS = {
+    # causal alignment
+    "CA1":          case(2048, 1024, causal=True, heads=1),
+    "CA1 short":    case(256, 128, causal=True),
+    "CA2 wide":     case(2, 5, causal=True, head_dim=16, dtype="float32"),
+    "CA2 tall":     case(5, 2, causal=True, head_dim=16, dtype="float32"),
+    "CA3 decode":   case(1, 137, causal=True, heads=8, kv_heads=2, batch=2),
+    "CA3":          case(130, 257, causal=True, kv_heads=1),
+    # windows
+    "WI2 left":     case(64, window=(8, 0)),
+    "WI2 causal":   case(64, window=(4, 7), causal=True),
+    "WI4 5 0":      case(133, window=(5, 0), kv_heads=1, head_dim=32, dtype="float32"),
+    "WI4 0 5":      case(133, window=(0, 5), kv_heads=1, head_dim=32, dtype="float32"),
+    "WI4 -1 3":     case(133, window=(-1, 3), kv_heads=1, head_dim=32, dtype="float32"),
+    "WI4 4 -1":     case(133, window=(4, -1), kv_heads=1, head_dim=32, dtype="float32"),
+    "WI5 grouped":  case(203, window=(17, 0), causal=True, heads=6, kv_heads=2, batch=2),
+    "WI5 tall":     case(90, 40, window=(3, 2), kv_heads=1, head_dim=32),
+    "WI5 wide":     case(20, 300, window=(9, 0), causal=True, kv_heads=1, head_dim=32),
+    # softcap
+    "SO1":          case(100, softcap=10.0, causal=True, heads=4, kv_heads=2, scale=2.0),
+    "SO1 flat":     case(64, softcap=30.0, heads=1, dtype="float32", scale=112.5),
+    "SO2":          case(40, 56, softcap=2.0, head_dim=32, dtype="float32", scale=1.6,
+                         bias=(False, False, True, True), hidden=0.4, dead_rows=True),
+    "SO3":          case(77, softcap=20.0, window=(30, 0), causal=True, heads=4, kv_heads=2,
+                         scale=1.5),
+    # masks: a bias of -inf, whole rows of it too
+    "MA2":          case(33, 40, batch=2, head_dim=32, dtype="float32", hidden=0.3, dead_rows=True,
+                         bias=(True, False, True, True)),
+    "MA3":          case(33, 40, batch=2, head_dim=32, dtype="bfloat16", extra_dtype="bfloat16",
+                         bias=(True, False, True, True), hidden=0.3, dead_rows=True),
+    "BI3":          case(30, 41, batch=3, heads=4, kv_heads=2, head_dim=32, dtype="float32",
+                         bias=(True,) * 4, hidden=0.0, causal=True),
+    # grouped heads
+    "GR1":          case(100, 70, batch=2, heads=8, kv_heads=2, head_dim=32, dtype="float32"),
+    "GR1 wide v":   case(65, head_dim_v=128),
+    "GR2":          case(20, heads=6, kv_heads=2, head_dim=32, dtype="float32"),
+    "GR3 24/8":     case(5, 77, batch=2, heads=24, kv_heads=8, causal=True),
+    "GR3 10/2":     case(5, 77, batch=2, heads=10, kv_heads=2, causal=True),
+    "GR3 28/4":     case(5, 77, batch=2, heads=28, kv_heads=4, causal=True),
+    "GR3 64/1":     case(5, 77, batch=2, heads=64, kv_heads=1, causal=True),
+    "GR3 71/1":     case(5, 77, batch=2, heads=71, kv_heads=1, causal=True),
+    "GR4":          case(128, heads=8, kv_heads=2, causal=True),
+    # lengths and head dims
+    "LE1":          case(192, heads=8, head_dim=16, dtype="bfloat16"),
+    "LE2 1061":     case(1061, heads=1),
+    "LE2 1066":     case(1066, heads=1, causal=True),
+    "LE2 33":       case(33, heads=1),
+    "LE2 129":      case(129, heads=1, causal=True),
+    "LE5 160":      case(97, batch=2, head_dim=160),
+    "LE5 192":      case(97, batch=2, head_dim=192, causal=True),
+    "LE5 224":      case(97, batch=2, head_dim=224, dtype="bfloat16"),
+    "LE5 256":      case(97, batch=2, head_dim=256, dtype="bfloat16", causal=True),
+    "LE6 40":       case(203, head_dim=40),
+    "LE6 72":       case(203, head_dim=72),
+    "LE6 80":       case(203, head_dim=80, causal=True),
+    "LE6 96":       case(203, head_dim=96),
+    "LE6 112":      case(203, head_dim=112),
+    "LE7":          case(1, 20, batch=4, heads=32, head_dim=128, layout="bhsd"),
+    # empty inputs
+    "EM1":          case(5, 0, batch=2, heads=4, head_dim=32),
+    "EM1 causal":   case(5, 0, batch=2, heads=4, head_dim=32, causal=True),
+    "EM2":          case(0, 0, batch=7, heads=9, head_dim=7, causal=True),
+    "EM2 no query": case(0, 9, batch=2, head_dim=16),
+    "EM2 no batch": case(3, 9, batch=0, head_dim=16),
+    # lse
+    "LS1 LS2":      case(77, 130, batch=2, heads=4, kv_heads=2),
+    # huge and negative scores, seen in the largest component
+    "LG1":          case(1, heads=1, head_dim=16, scale=9 / 4),
+    "LG3":          case(88, 448, heads=14, kv_heads=2, causal=True, dtype="bfloat16",
+                         scores="negative"),
+    "LG3 float32":  case(88, 448, heads=14, kv_heads=2, causal=True, dtype="float32",
+                         scores="negative"),
+    "LG4 64":       case(64, heads=1, dtype="bfloat16", scores="negative", hidden=0.0,
+                         mask=(False, False, True, True)),
+    "LG4 192":      case(192, heads=1, dtype="bfloat16", scores="negative", hidden=0.0,
+                         mask=(False, False, True, True)),
+    "LG4 704":      case(704, heads=1, dtype="bfloat16", scores="negative", hidden=0.0,
+                         mask=(False, False, True, True)),
+    "LG5":          case(256, 77, scores="negative"),
+    # precision
+    "PR1":          case(128, heads=1, head_dim=32, dtype="float32"),
+    "PR2":          case(128, heads=1, head_dim=32, dtype="float32", causal=True),
+    "PR4 zero":     case(70, 90, head_dim=32, dtype="float32", scale=0.0),
+    "PR4 negative": case(70, 90, head_dim=32, dtype="float32", scale=-0.3),
+    "PR4 masked":   case(70, 90, head_dim=32, dtype="float32", scale=-0.3, causal=True, hidden=0.5,
+                         mask=(False, False, True, True), bias=(False, False, True, True)),
+    # strides: k and v of one head for all, slices of one projection, transposed, reversed
+    "ST1":          case(9, 97, heads=8, head_dim=128, dtype="bfloat16", hidden=0.2,
+                         mask=(False, False, True, True), k_memory=Memory(step=(1, 0, 1, 1)),
+                         v_memory=Memory(step=(1, 0, 1, 1))),
+    "ST6":          case(40, 53, batch=2, head_dim=32, causal=True,
+                         k_memory=Memory(step=(1, 1, -1, 1)), v_memory=Memory(step=(1, 1, -1, 1))),
+    "ST7 last":     case(40, head_dim=32, dtype="float32", q_memory=Memory(step=(1, 1, 1, -1)),
+                         k_memory=Memory(step=(1, 1, 1, -1))),
+    "ST7 inner":    case(40, head_dim=40, dtype="float32", q_memory=Memory(order=(0, 1, 3, 2)),
+                         k_memory=Memory(order=(0, 1, 3, 2)), v_memory=Memory(order=(3, 2, 1, 0))),
+    "ST7 bias":     case(40, head_dim=32, dtype="float32", bias=(False, True, True, True),
+                         hidden=0.0, extra_memory=Memory(order=(0, 1, 3, 2))),
+    "ST4":          case(50, q_memory=Memory(step=(1, 1, 1, 2))),
+    "ST8":          case(43, batch=3, heads=4, head_dim=32, dtype="float32", bias=(True,) * 4,
+                         hidden=0.0),
+    "ST8 odd":      case(43, batch=3, heads=4, head_dim=32, bias=(True,) * 4, hidden=0.0,
+                         extra_memory=Memory(offset=1), q_memory=Memory(offset=1),
+                         k_memory=Memory(offset=1), v_memory=Memory(offset=1)),
+    # types
+    "TY1":          case(50, 60, dtype="bfloat16"),
+    "TY4 float32":  case(50, 60, dtype="float32"),
+    "TY4 float64":  case(37, 50, batch=2, heads=4, kv_heads=2, head_dim=24, dtype="float64",
+                         causal=True, window=(20, -1), softcap=5.0, alibi=1, hidden=0.0,
+                         bias=(False, True, True, True), extra_dtype="float64"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("problem", [pytest.param(p, id=name) for name, p in PROBLEMS.items()])
+def test_the_answer_is_the_formula(xp, problem):
+    check(xp, problem)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "options", "seen"),
+    [
+        pytest.param(2, 5, {"causal": True}, [4, 5], id="CA2 wide"),
+        pytest.param(5, 2, {"causal": True}, [0, 0, 0, 1, 2], id="CA2 tall"),
+        pytest.param(1, 9, {"causal": True}, [9], id="CA3"),
+        pytest.param(6, 6, {"window": (3, 0)}, [1, 2, 3, 4, 4, 4], id="WI1"),
+        pytest.param(4, 4, {"window": (0, 0)}, [1, 1, 1, 1], id="WI4"),
+    ],
+)
+def test_each_row_sees_this_many_keys(xp, seqlen_q, seqlen_k, options, seen):
+    q, k = xp.zeros((seqlen_q, 8), "float32"), xp.zeros((seqlen_k, 8), "float32")
+    v = xp.eye(seqlen_k, dtype="float32")
+    out, lse = cufa.attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_array_equal((to_numpy(out) > 0).sum(-1), seen)
+    np.testing.assert_allclose(np.exp(to_numpy(lse)), seen, rtol=1e-6)
+
+
+def test_wi4_a_window_of_nothing_but_itself_returns_the_values(xp):
+    problem = case(100, window=(0, 0), head_dim=32)
+    out = cufa.attention(*problem.arrays(xp), **problem.options(xp))
+    np.testing.assert_array_equal(to_numpy(out), problem.arrays(np)[2])
+
+
+# AL1, AL2, AL3
+@pytest.mark.parametrize(
+    ("problem", "alibi_slopes"),
+    [
+        pytest.param(case(7, 40, heads=8, head_dim=32, dtype="float32"), slopes(8), id="AL1 cross"),
+        pytest.param(
+            case(1, 137, batch=2, heads=8, kv_heads=2, causal=True), slopes(8), id="AL1 decode"
+        ),
+        pytest.param(
+            case(90, heads=4, head_dim=32, dtype="float32", causal=True), slopes(4), id="AL2"
+        ),
+        pytest.param(
+            case(50, batch=3, heads=4, kv_heads=2, head_dim=32, dtype="float32"),
+            np.stack([slopes(4), -slopes(4), 0 * slopes(4)]),
+            id="AL3 batch",
+        ),
+        pytest.param(case(120, heads=4, head_dim=32, window=(11, 30)), slopes(4), id="AL3 window"),
+    ],
+)
+def test_alibi_counts_from_the_last_key(xp, problem, alibi_slopes):
+    check(xp, problem, alibi_slopes=alibi_slopes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "bias"),
+    [
+        pytest.param(
+            case(40, 700, head_dim=32, dtype="float32"),
+            np.where(np.arange(700) < 600, -INF, 0).astype("float32"),
+            id="MA1 first 600 keys",
+        ),
+        pytest.param(
+            case(441, heads=1, dtype="float32"),
+            np.where(np.arange(441) < 128, FLOAT32_MIN, 0).astype("float32"),
+            id="MA4 lowest finite number",
+        ),
+        pytest.param(
+            case(1025, heads=1, dtype="bfloat16", causal=True),
+            np.subtract.outer(np.arange(1025), np.arange(1025)).astype("float32"),
+            id="BI1 growing distance",
+        ),
+        pytest.param(
+            case(30, 66, kv_heads=1, head_dim=32),
+            np.where(np.isin(np.arange(66), [7, 65]), -INF, 0).astype("float32"),
+            id="MA2 a key that nobody sees",
+        ),
+    ],
+)
+def test_a_bias_may_be_a_mask(xp, problem, bias):
+    check(xp, problem, bias=bias)
+
+
+def test_ma1_boolean_masks_agree_with_infinite_biases(xp):
+    check(xp, case(40, 700, head_dim=32, dtype="float32"), mask=np.arange(700) >= 600)
+
+
+def test_ma4_a_row_of_the_lowest_number_is_the_mean_of_the_values(xp):
+    problem = case(6, 20, heads=1, head_dim=32, dtype="float32")
+    bias = np.zeros((6, 20), "float32")
+    bias[2] = FLOAT32_MIN
+    out, lse = check(xp, problem, bias=bias)
+    mean = problem.arrays(np)[2].mean(axis=1)
+    np.testing.assert_allclose(to_numpy(out)[:, 2], mean, rtol=1e-5, atol=1e-6)
+    assert not np.isnan(to_numpy(lse)).any()
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["MA5 result", "MA5 reference"])
+def test_a_nan_on_one_side_fails_the_comparison(side):
+    expected = case(3, 4).exact()
+    out = expected.out.astype("float16")
+    if side == 0:
+        out[0, 0, 0, 0] = np.nan
+    else:
+        expected.out[0, 0, 0, 0] = np.nan
+    with pytest.raises(AssertionError, match="out is wrong in 1 of 384 elements"):
+        assert_within_rounding(out, expected)
+
+
+def test_bi4_many_batches_share_a_bias(xp):
+    batch = 831 if xp is not np else 101
+    problem = case(43, batch=batch, heads=32, head_dim=8, dtype="float32", hidden=0.0)
+    bias = np.random.default_rng(0).standard_normal((1, 32, 43, 43)).astype("float32")
+    q, k, v = problem.arrays(np)
+    result = cufa.attention(
+        *(xp.asarray(a) for a in (q, k, v)),
+        bias=xp.broadcast_to(xp.asarray(bias), (batch, 32, 43, 43)),
+        layout="bshd",
+        return_lse=True,
+    )
+    last = exact(q[-2:], k[-2:], v[-2:], bias=bias, layout="bshd")
+    assert_within_rounding(tuple(a[-2:] for a in result), last)
+
+
+def test_le2_a_long_odd_length(xp):
+    problem = case(4250, heads=1)
+    q, k, v = problem.arrays(np)
+    result = cufa.attention(*problem.arrays(xp), return_lse=True, layout="bshd")
+    rows = slice(None, None, 170)
+    assert_within_rounding(
+        (result[0][:, rows], result[1][..., rows]), exact(q[:, rows], k, v, layout="bshd")
+    )
+
+
+@given(
+    problem=cases(
+        features=[],
+        dtype="float16",
+        seqlen_q=1,
+        seqlen_k=st.integers(128, 227),
+        kv_heads=16,
+        group=1,
+        head_dim=64,
+        head_dim_v=64,
+        rank=4,
+        causal=True,
+        k_memory=TRANSPOSED,
+        v_memory=TRANSPOSED,
+    )
+)
+def test_le3_a_growing_cache_is_never_read_past_its_end(xp, problem):
+    check(xp, problem)
+
+
+def test_le4_all_components_of_the_head_count(xp):
+    q, k, v = case(512, batch=3, head_dim=128).arrays(np)
+    q[..., :64] = k[..., :64] = 0
+    rows = slice(None, None, 100)
+    result = cufa.attention(*(xp.asarray(a) for a in (q, k, v)), layout="bshd", return_lse=True)
+    assert_within_rounding(
+        (result[0][:, rows], result[1][..., rows]), exact(q[:, rows], k, v, layout="bshd")
+    )
+
+
+def test_le6_four_calls_give_the_same_bits(xp):
+    problem = case(512, heads=4, head_dim=72)
+    first, *others = [cufa.attention(*problem.arrays(xp), layout="bshd") for _ in range(4)]
+    assert all((to_numpy(first) == to_numpy(other)).all() for other in others)
+    assert np.isfinite(to_numpy(first)).all()
+
+
+# LS1
+def test_lse_is_in_natural_log(xp):
+    q, k = xp.zeros((1, 8), "float32"), xp.zeros((100, 8), "float32")
+    _, lse = cufa.attention(q, k, k, return_lse=True)
+    np.testing.assert_allclose(to_numpy(lse), [math.log(100)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_ls5_merging_two_empty_parts_is_empty(xp, layout):
+    out = xp.zeros((2, 3, 3, 4), "float32")
+    lse = xp.full((2, 3, 3), -INF, "float32")
+    merged = cufa.merge(out, lse, out, lse, layout=layout)
+    np.testing.assert_array_equal(to_numpy(merged[0]), 0)
+    np.testing.assert_array_equal(to_numpy(merged[1]), -INF)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_ls5_merging_with_an_empty_part_is_the_other(xp, empty):
+    problem = case(6, 90, head_dim=32, dtype="float32")
+    out, lse = cufa.attention(*problem.arrays(xp), layout="bshd", return_lse=True)
+    parts = [(out, lse), (xp.zeros_like(out), xp.full_like(lse, -INF))]
+    merged = cufa.merge(*parts[empty], *parts[1 - empty], layout="bshd")
+    np.testing.assert_array_equal(to_numpy(merged[0]), to_numpy(out))
+    np.testing.assert_array_equal(to_numpy(merged[1]), to_numpy(lse))
+
+
+@pytest.mark.parametrize("level", [-1e4, -800.0, 800.0, 1e4])
+def test_ls6_merging_does_not_overflow(xp, level):
+    out_a, out_b = xp.full((1, 1), 1, "float32"), xp.full((1, 1), 4, "float32")
+    lse_a = xp.full(1, level, "float32")
+    out, lse = cufa.merge(out_a, lse_a, out_b, lse_a + math.log(2))
+    steps = 2 * np.spacing(np.float32(abs(level)))  # lse_a + log 2 is rounded to these
+    np.testing.assert_allclose(to_numpy(out), [[3]], atol=2 * steps)
+    np.testing.assert_allclose(to_numpy(lse), [level + math.log(3)], atol=steps, rtol=0)
+
+
+# LG2, LG3, LG4: scores far below any stand-in for minus infinity
+@pytest.mark.parametrize("level", [-110.0, -6e4, 6e4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_lg2_scores_may_be_far_from_zero(xp, dtype, level):
+    q, k, v = close_to(level, 4, 200, dtype, kv_heads=1, head_dim=128)
+    check_arrays(xp, q, k, v, layout="bshd")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "keys"),
+    [
+        pytest.param("bfloat16", 133120.0, 1, id="LG6 bfloat16"),
+        pytest.param("float16", 2048.0, 1, id="LG6 float16"),
+        pytest.param("float16", 2048.0, 2, id="LG6 float16, two keys"),
+    ],
+)
+def test_huge_equal_keys_give_the_mean_of_the_values(xp, dtype, value, keys):
+    q = np.full((1, 1, 1, 64), value).astype(numpy_dtype(dtype))
+    k = np.repeat(q, keys, axis=1)
+    check_arrays(xp, q, k, k, layout="bshd")
+    out = cufa.attention(*(xp.asarray(a) for a in (q, k, k)), layout="bshd")
+    np.testing.assert_array_equal(to_numpy(out), q)
+
+
+# ST2
+def test_slices_of_a_fused_projection_need_no_copy(xp):
+    values = np.random.default_rng(0).standard_normal((70, 1, 18, 64)).astype("float16")
+    heads = values.transpose(1, 0, 2, 3)
+    q, k, v = heads[:, :, :16], heads[:, :, 16:17], heads[:, :, 17:]
+    check_arrays(xp, q, k, v, causal=True, layout="bshd")
+
+
+# ST2: one buffer of q, k and v along the last axis
+def test_interleaved_queries_keys_and_values_need_no_copy(xp):
+    values = np.random.default_rng(0).standard_normal((2, 50, 4, 3 * 40)).astype("float16")
+    q, k, v = values[..., :40], values[..., 40:80], values[..., 80:]
+    check_arrays(xp, q, k, v, causal=True, layout="bshd")
+
+
+# ST5
+def test_out_has_strides_of_its_own(xp):
+    problem = case(32, batch=2, heads=4, kv_heads=1, head_dim=128)
+    out = place(xp, np.zeros((2, 4, 32, 128), "float16"), Memory(order=(1, 2, 0, 3))).array
+    out = out.swapaxes(1, 2)
+    result = cufa.attention(*problem.arrays(xp), layout="bshd", out=out)
+    assert result is out
+    assert_within_rounding(out, problem.exact())
+
+
+@pytest.mark.parametrize("batch", [65535, 65536, 65537], ids="SZ2 {}".format)
+def test_a_batch_may_be_larger_than_a_grid(xp, batch):
+    problem = case(1, 2, heads=1, head_dim=8, dtype="float32", batch=batch)
+    check(xp, problem)
+
+
+@pytest.mark.parametrize("heads", [71280], ids="SZ3 {}".format)
+def test_there_may_be_very_many_heads(xp, heads):
+    check(xp, case(3, heads=heads, head_dim=8))
+
+
+@pytest.mark.parametrize("past", [-64, 0, 64], ids="SZ8 {}".format)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_offsets_may_exceed_32_bits(xp, name, past):
+    """The second batch element begins just before, at or after 2**31 elements."""
+    problem = case(20, 30, batch=2, kv_heads=1, layout="bhsd")
+    arrays = dict(zip("qkv", problem.arrays(xp), strict=True))
+    far = xp.zeros(2**31 + 2**17, "float16")  # pages that nobody touches take no memory on the CPU
+    wide = xp.lib.stride_tricks.as_strided(
+        far, arrays[name].shape, ((2**31 + past) * 2, *arrays[name].strides[1:])
+    )
+    wide[...] = arrays[name]
+    result = cufa.attention(*{**arrays, name: wide}.values(), return_lse=True)
+    assert_within_rounding(result, problem.exact())
+
+
+@pytest.mark.parametrize("past", [-64, 0, 64], ids="SZ8 {}".format)
+def test_offsets_of_the_output_may_exceed_32_bits(xp, past):
+    problem = case(20, 30, batch=2, kv_heads=1, layout="bhsd")
+    far = xp.zeros(2**31 + 2**17, "float16")
+    out = xp.lib.stride_tricks.as_strided(
+        far, (2, 2, 20, 64), ((2**31 + past) * 2, 20 * 64 * 2, 128, 2)
+    )
+    cufa.attention(*problem.arrays(xp), out=out)
+    assert_within_rounding(out, problem.exact())
+
+
+@pytest.mark.parametrize("scale", [1, np.float32(1), np.float64(1), np.int64(1), np.array(1.0)])
+def test_ty2_a_scale_may_be_any_kind_of_number(xp, scale):
+    problem = case(30, 40, dtype="float32")
+    check(xp, problem, scale=scale)
+
+
+@pytest.mark.parametrize("window", [[3, 0], (np.int32(3), np.uint8(0)), (3, False)])
+def test_ty2_a_window_may_be_any_pair_of_integers(xp, window):
+    out = cufa.attention(*case(30, 40).arrays(xp), window=window, layout="bshd")
+    assert_within_rounding(out, case(30, 40, window=(3, 0)).exact())
+
+
+# Large ones, and those that only a GPU can get wrong.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "heads", "head_dim"),
+    [
+        pytest.param(65536, 8, 4, 64, id="SZ1"),
+        pytest.param(65537, 16, 1, 80, id="SZ2"),
+        pytest.param(1600, 729, 16, 72, id="SZ5"),
+        pytest.param(1, 3, 71280, 128, id="SZ3"),
+        pytest.param(2, 3, 100_000, 64, id="SZ3 100000 heads"),
+        pytest.param(40, 4096, 128, 128, id="SZ4"),
+    ],
+)
+def test_the_last_batch_of_a_large_tensor_is_right(cupy, batch, seqlen, heads, head_dim):
+    shape = batch, seqlen, heads, head_dim
+    arrays = [_noise(cupy, shape, seed) for seed in range(3)]
+    out, lse = cufa.attention(*arrays, layout="bshd", return_lse=True)
+    head = slice(-3, None)
+    q, k, v = (to_numpy(a[-1:, :, head]) for a in arrays)
+    expected = exact(q[:, -50:], k, v, layout="bshd")
+    assert_within_rounding((out[-1:, -50:, head], lse[-1:, head, -50:]), expected)
+
+
+def _noise(cupy, shape, seed):
+    """float16 noise of any size, made on the device a piece at a time."""
+    a = cupy.empty(shape, "float16")
+    flat, piece = a.reshape(-1), 1 << 26
+    rng = cupy.random.default_rng(seed)
+    for start in range(0, flat.size, piece):
+        part = flat[start : start + piece]
+        part[...] = rng.standard_normal(part.size, "float32")
+    return a
+
+
+@pytest.mark.gpu
+def test_sz7_rows_of_a_huge_mask_do_not_wrap(cupy):
+    n = 73728
+    q, k, v = (_noise(cupy, (n, 64), seed) for seed in range(3))
+    out, lse = cufa.attention(q, k, v, mask=cupy.tri(n, dtype=bool), return_lse=True)
+    for stop in (65540, n):  # rows that 2**32 / n and 2**31 / n elements of the mask precede
+        rows = slice(stop - 40, stop)
+        seen = (to_numpy(a) for a in (q[rows], k[:stop], v[:stop]))
+        assert_within_rounding((out[rows], lse[rows]), exact(*seen, causal=True))
+
+
+@pytest.mark.gpu
+def test_de3_memory_from_the_pool_may_hold_anything(cupy):
+    problem = case(1, 5000, batch=2, heads=8, kv_heads=2)
+    arrays = problem.arrays(cupy)
+    expected = problem.exact()
+    for _ in range(3):
+        poison = cupy.full(1 << 28, np.nan, "float32")
+        del poison
+        assert_within_rounding(cufa.attention(*arrays, layout="bshd", return_lse=True), expected)
+
+
+@pytest.mark.gpu
+def test_sm3_a_call_follows_the_current_stream(cupy):
+    problem = case(200, 300)
+    arrays = problem.arrays(cupy)
+    late = [cupy.full_like(a, np.nan) for a in arrays]
+    cufa.attention(*arrays, layout="bshd")  # compiled by now
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        busy = cupy.ones((8192, 8192), "float32")
+        for _ in range(10):
+            busy = busy @ busy * 1e-4  # the arrays are filled only after this
+        for a, b in zip(late, arrays, strict=True):
+            a[...] = b
+        result = cufa.attention(*late, layout="bshd", return_lse=True)
+    stream.synchronize()
+    assert_within_rounding(result, problem.exact())
+
+
+@pytest.mark.gpu
+def test_sm6_a_warm_call_can_be_captured_and_replayed(cupy):
+    problem, other = case(200, 300), case(200, 300, seed=1)
+    arrays = problem.arrays(cupy)
+    out = cufa.attention(*arrays, layout="bshd")  # compiles outside the capture
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cufa.attention(*arrays, layout="bshd", out=out)
+        stream.synchronize()
+        stream.begin_capture()
+        cufa.attention(*arrays, layout="bshd", out=out)
+        graph = stream.end_capture()
+        for a, b in zip(arrays, other.arrays(cupy), strict=True):
+            a[...] = b
+        graph.launch()
+    stream.synchronize()
+    assert_within_rounding(out, other.exact())
+
+
+@pytest.fixture
+def two_gpus(cupy):
+    """cupy, where there are two devices."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    return cupy
+
+
+@pytest.mark.gpu
+def test_mg1_the_device_is_that_of_the_arrays(two_gpus):
+    cupy, problem = two_gpus, case(32, 64, batch=4, heads=16)
+    here = cufa.attention(*problem.arrays(cupy), layout="bshd")
+    with cupy.cuda.Device(1):
+        arrays = problem.arrays(cupy)
+    out = cufa.attention(*arrays, layout="bshd")
+    assert cupy.cuda.Device().id == 0
+    assert out.device.id == 1
+    assert_within_rounding(out, problem.exact())
+    assert_within_rounding(here, problem.exact())
+
+
+@pytest.mark.gpu
+def test_mg3_arrays_on_two_devices_are_refused(two_gpus):
+    cupy, problem = two_gpus, case(32)
+    q, k, v = problem.arrays(cupy)
+    with cupy.cuda.Device(1):
+        k = k.copy()
+    with pytest.raises(cufa.DeviceError, match=r"q is on GPU 0 \(CuPy\) and k is on GPU 1"):
+        cufa.attention(q, k, v, layout="bshd")
