@@ -45,7 +45,7 @@ _TABLE = (
     _Row("fa2_fwd",        2,  True,      256,     ANY, Config(    64, 64,   128,     1,        1)),
     _Row("fa2_fwd",        2, False,      256,     ANY, Config(    64, 32,   128,     1,        1)),
     _Row("fa2_fwd_simt",   4,  True,      128,     ANY, Config(    64, 64,   256,     1,        2)),
-    _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    64, 64,   256,     1,        1)),
     _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    32, 32,   256,     1,        1)),
     _Row("fa2_fwd_simt",   4, False,      256,     ANY, Config(    32, 32,   256,     1,        1)),
     _Row("fa2_fwd_simt",   4, False,      256,     ANY, Config(    16, 16,   128,     1,        1)),

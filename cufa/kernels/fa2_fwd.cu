@@ -51,8 +51,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fa2_fwd(con
     load_v(n);                                       // runs under S = Q K^T
     Scores s;
     matmul_nt(s, q, k);                              // S = Q K^T
-    score_mod(s, p, tile, n * kBlockN);
-    if (keys.is_partial(n)) apply_mask(s, p, tile, n * kBlockN);
+    const int key0 = n * kBlockN;
+    score_mod(s, p, tile, key0);
+    if (keys.is_partial(n)) apply_mask(s, p, tile, key0);
     softmax.update(s, o);                            // S becomes P; O follows the new row maximum
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();                                 // V of block n is here; all have used K of block n

@@ -45,8 +45,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fa2_fwd_sim
     ptx::bar_sync();
     Scores s;
     matmul_nt(s, q, k);                         // S = Q K^T
-    score_mod(s, p, tile, n * kBlockN);
-    if (keys.is_partial(n)) apply_mask(s, p, tile, n * kBlockN);
+    const int key0 = n * kBlockN;
+    score_mod(s, p, tile, key0);
+    if (keys.is_partial(n)) apply_mask(s, p, tile, key0);
     softmax.update(s, o);                       // S becomes P; O follows the new row maximum
     store_tile(prob, s);
     ptx::bar_warp_sync();                       // P is exchanged inside half a warp only

@@ -1,6 +1,6 @@
 // Which keys a row may see: those of the sequence, inside the band, that the mask leaves.
 #pragma once
-#include "attn/tile.cuh"
+#include "attn/score_row.cuh"
 #include "base/math.cuh"
 
 // Row i sees keys row_begin(i) .. row_end(i) - 1, as far as the band goes.
@@ -17,14 +17,13 @@ template <class Fragment> DEVICE void apply_mask(Fragment& s, const Params& p, c
   for (int r = 0; r < Fragment::kRows; ++r) {
     const int row = tile.row0 + s.row(r);
     const int begin = row_begin(p, row) - key0, end = row < p.seqlen_q ? row_end(p, row) - key0 : 0;
-    const u8* mask = static_cast<const u8*>(p.mask) + tile.batch * p.mask_stride.batch +
-                     tile.head * p.mask_stride.head + row * p.mask_stride.row + key0 * p.mask_stride.key;
+    const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, row);
 #pragma unroll
     for (int c = 0; c < Fragment::kCols; ++c) {
       const int col = s.col(c);
       bool visible = col < end;
       if constexpr (kLeft) visible = visible && col >= begin;
-      if constexpr (kMask) visible = visible && mask[col * p.mask_stride.key];
+      if constexpr (kMask) visible = visible && mask.at(key0 + col);
       if (!visible) s.at(r, c) = -infinity();
     }
   }

@@ -3,7 +3,7 @@
 // Afterwards scores are in units of log2. Where there is nothing to do but scale (kFoldScale), they stay raw and
 // softmax multiplies them by scale * log2(e) inside the exponent, which costs nothing.
 #pragma once
-#include "attn/tile.cuh"
+#include "attn/score_row.cuh"
 #include "base/math.cuh"
 
 // From scores as score_mod leaves them to exponents of 2.
@@ -20,7 +20,6 @@ template <DType kFrom> DEVICE Real bias_log2(typename Storage<kFrom>::type bias)
 
 template <class Fragment> DEVICE void score_mod(Fragment& s, const Params& p, const Tile& tile, int key0) {
   if constexpr (kFoldScale) return;
-  using Bias = Storage<kBias>::type;
   Real slope = 0;
   if constexpr (kAlibi) {
     slope = static_cast<const Real*>(p.alibi_slopes)[tile.batch * p.alibi_stride_batch + tile.head * p.alibi_stride_head];
@@ -31,17 +30,16 @@ template <class Fragment> DEVICE void score_mod(Fragment& s, const Params& p, co
 #pragma unroll
   for (int r = 0; r < Fragment::kRows; ++r) {
     const int row = tile.row0 + s.row(r);
-    const Bias* bias = static_cast<const Bias*>(p.bias) + tile.batch * p.bias_stride.batch +
-                       tile.head * p.bias_stride.head + row * p.bias_stride.row;
+    const ScoreRow<Storage<kBias>::type> bias(p.bias, p.bias_stride, p, tile, row);
 #pragma unroll
     for (int c = 0; c < Fragment::kCols; ++c) {
       const int key = key0 + s.col(c);
       Real& x = s.at(r, c);
       x = kSoftcap ? softcap_log2 * tanh_of(x * scale_over_softcap) : x * scale_log2;
       if constexpr (kAlibi) x -= slope * Real(abs_of(Real(row + p.seqlen_k - p.seqlen_q - key)));
-      if constexpr (kBias != kNone) {
-        if (row < p.seqlen_q && key < p.seqlen_k) x += bias_log2<kBias>(bias[key * p.bias_stride.key]);
-      }
+      // Keys past the end take the bias of the last one and are masked later. Loading under a condition instead
+      // takes the compiler so many registers that it spills.
+      if constexpr (kBias != kNone) x += bias_log2<kBias>(bias.at(min_of(key, p.seqlen_k - 1)));
     }
   }
 }

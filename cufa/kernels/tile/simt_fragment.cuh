@@ -15,7 +15,6 @@ template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
   DEVICE Real& at(int r, int c) { return x[r][c]; }
   DEVICE static int row(int r) { return kRows * (ptx::tid_x() / kColumnLanes) + r; }
   DEVICE static int col(int c) { return kRun * (ptx::tid_x() % kColumnLanes + c / kRun * kColumnLanes) + c % kRun; }
-
   DEVICE void clear() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
