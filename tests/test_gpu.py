@@ -1,0 +1,212 @@
+"""What only a GPU can show: streams, graphs, threads, processes, devices, sizes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import cufa
+from cufa import reference
+from cufa.testing import assert_within_rounding
+
+pytestmark = pytest.mark.gpu
+
+
+def normal(cupy, *shape, dtype="float16", seed=0):
+    return cupy.random.default_rng(seed).standard_normal(shape, dtype="float32").astype(dtype)
+
+
+@pytest.fixture
+def qkv(cupy):
+    return normal(cupy, 3, 2, 4, 200, 64)
+
+
+def test_a_call_runs_in_the_current_stream(cupy, qkv):
+    q, k, v = qkv
+    want = cufa.attention(q, k, v)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    big = cupy.ones((4096, 4096), "float32")
+    late = cupy.empty_like(q)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        for _ in range(20):
+            big = (
+                big @ big * 1e-4
+            )  # keeps the stream busy, so that another stream would be too early
+        late[...] = q
+        out = cufa.attention(late, k, v)
+        result = out.get()
+    np.testing.assert_array_equal(result, want.get())
+
+
+def test_a_call_does_not_wait_for_the_gpu(cupy, qkv):
+    q, k, v = qkv
+    cufa.attention(q, k, v, return_lse=True)
+    cupy.cuda.Device().synchronize()
+    big = cupy.ones((8192, 8192), "float32")
+    big @ big
+    cupy.cuda.Device().synchronize()
+    done = cupy.cuda.Event()
+    for _ in range(10):
+        big @ big
+    done.record()
+    cufa.attention(q, k, v, return_lse=True)
+    assert not done.done, "the call came back only after earlier work had finished"
+
+
+def test_a_call_can_be_captured_into_a_graph(cupy, qkv):
+    q, k, v = (a.copy() for a in qkv)
+    out = cupy.full_like(q, cupy.nan)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cufa.attention(q, k, v, causal=True, out=out)
+        out.fill(cupy.nan)
+        stream.begin_capture()
+        cufa.attention(q, k, v, causal=True, out=out)
+        graph = stream.end_capture()
+        assert cupy.isnan(out).all()
+        q *= 2
+        graph.launch(stream)
+        stream.synchronize()
+    np.testing.assert_array_equal(out.get(), cufa.attention(q, k, v, causal=True).get())
+
+
+def test_threads_may_compile_and_call_at_once(cupy, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    from cufa.gpu import build, launch
+
+    monkeypatch.setattr(build, "_kernels", {})
+    launch._prepare.cache_clear()
+    arrays = [normal(cupy, 3, 2, 2, 70 + 10 * i, 32 * (i % 3 + 1), seed=i) for i in range(12)]
+    want = [reference.attention(*a.get())[0] for a in arrays]
+    barrier = threading.Barrier(len(arrays))
+
+    def call(a):
+        barrier.wait()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            outs = [cufa.attention(*a) for _ in range(5)]
+            stream.synchronize()
+        return [out.get() for out in outs]
+
+    cupy.cuda.Device().synchronize()
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        for outs, exact in zip(pool.map(call, arrays), want, strict=True):
+            for out in outs:
+                np.testing.assert_allclose(out.astype("f8"), exact, atol=2e-3)
+    launch._prepare.cache_clear()
+
+
+def test_processes_may_fill_the_cache_and_call_at_once(cupy, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    code = """
+import cupy, numpy, cufa
+q, k, v = cupy.random.default_rng(0).standard_normal((3, 1, 2, 150, 64), dtype="float32")
+out = cufa.attention(q, k, v, causal=True)
+exact = cufa.attention(q.get(), k.get(), v.get(), causal=True)
+assert abs(out.get() - exact).max() < 1e-5
+"""
+    jobs = [
+        subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) for _ in range(4)
+    ]
+    errors = [job.communicate()[1].decode() for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs), errors
+
+
+def test_arrays_on_another_device_run_there(cupy):
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    with cupy.cuda.Device(1):
+        q, k, v = normal(cupy, 3, 2, 4, 100, 64)
+    out = cufa.attention(q, k, v)
+    assert out.device.id == 1
+    assert cupy.cuda.Device().id == 0
+    exact, _ = reference.attention(q.get(), k.get(), v.get())
+    np.testing.assert_allclose(out.get().astype("f8"), exact, atol=2e-3)
+    with pytest.raises(cufa.DeviceError, match=r"GPU 1.*GPU 0"):
+        cufa.attention(q, cupy.asarray(k.get()), v)
+
+
+def test_more_elements_than_32_bits_count(cupy):
+    heads, seqlen, d = (
+        2,
+        2**24 + 8,
+        64,
+    )  # the second head begins past element 2**30, k and v end past 2**31
+    if cupy.cuda.runtime.memGetInfo()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free memory")
+    q = normal(cupy, heads, 3, d)
+    k, v = (cupy.zeros((heads, seqlen, d), "float16") for _ in range(2))
+    v[:, -5:] = normal(cupy, heads, 5, d, seed=1)
+    k[:, -5:] = normal(cupy, heads, 5, d, seed=2)
+    window = (2, 0)
+    out = cufa.attention(q, k, v, window=window)
+    exact, _ = reference.attention(q.get(), k[:, -5:].get(), v[:, -5:].get(), window=window)
+    np.testing.assert_allclose(out.get().astype("f8"), exact, atol=2e-3)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(65535, 1), (65537, 2), (1, 100_000), (100_000, 1)])
+def test_batch_and_heads_have_no_limit_of_16_bits(cupy, batch, heads):
+    q, k, v = normal(cupy, 3, batch, heads, 3, 8)
+    out = cufa.attention(q, k, v, causal=True)
+    exact, _ = reference.attention(q[-2:].get(), k[-2:].get(), v[-2:].get(), causal=True)
+    np.testing.assert_allclose(out[-2:].get().astype("f8"), exact, atol=2e-3)
+
+
+def test_results_are_the_same_bits_every_time(cupy):
+    q, k, v = normal(cupy, 3, 4, 8, 300, 72, dtype="float32")
+    for dtype in ("float16", "float32"):
+        arrays = [a.astype(dtype) for a in (q, k, v)]
+        first = cufa.attention(*arrays, return_lse=True)
+        for _ in range(50):
+            for again, once in zip(cufa.attention(*arrays, return_lse=True), first, strict=True):
+                assert (again == once).all()
+
+
+def test_rows_that_are_not_contiguous_are_copied_first(cupy):
+    q, k, v = normal(cupy, 3, 2, 2, 90, 128)
+    views = q[..., ::2], k[..., ::-2], v[..., 1::2]
+    out = cufa.attention(*views)
+    exact, _ = reference.attention(*(a.get() for a in views))
+    np.testing.assert_allclose(out.get().astype("f8"), exact, atol=2e-3)
+
+
+def test_no_kernel_is_named_with_every_reason(cupy):
+    q = cupy.zeros((1, 1, 4, 320), "float64")
+    with pytest.raises(cufa.UnsupportedError) as error:
+        cufa.attention(q, q, q)
+    for text in (
+        "head_dim 320",
+        "fa2_fwd ",
+        "fa2_fwd_simt takes head_dim up to 256",
+        "NumPy inputs",
+    ):
+        assert text in str(error.value)
+
+
+def test_a_card_newer_than_the_compiler_gets_portable_code(cupy):
+    from cufa.gpu import build
+    from cufa.gpu.device import Device
+    from cufa.gpu.warmup import _key
+
+    features = dict.fromkeys(("mask", "bias", "alibi_slopes", "sink"))
+    key = _key(Device.of_arch(999), 32, "float16", False, False, False, False, features)
+    code, _ = build.compile_key(key)
+    assert code.lstrip().startswith(b"//")
+    assert b".target sm_" in code
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_long_sequences_agree_with_the_oracle(cupy, dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    q, k, v = normal(cupy, 3, 1, 2, 3000, 128, dtype=dtype)
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    from cufa.bounds import exact
+
+    answer = exact(q.get(), k.get(), v.get(), causal=True)
+    assert_within_rounding((out, lse), answer)
