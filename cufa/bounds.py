@@ -80,7 +80,8 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
         average = (p * delta).sum(-1, keepdims=True)
         bound = np.minimum(p * np.expm1(delta + average), 1) @ values
         bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
-        bound += 2 * _spacing(q.dtype, abs(out4).max(-1, keepdims=True, initial=0))
+        finite = np.where(np.isfinite(out4), abs(out4), 0)
+        bound += 2 * _spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 

@@ -265,6 +265,32 @@ def test_a_nan_stays_in_its_row(xp, fit, case, row):
     assert_within_rounding(result, expected)
 
 
+@given(
+    case=cases(
+        features=["softcap", "sink"],
+        scores="normal",  # no weight vanishes
+        scale=None,
+        rank=4,
+        layout="bhsd",
+        batch=st.integers(1, 2),
+        seqlen_q=st.integers(1, 70),
+        seqlen_k=st.integers(1, 150),
+        k_memory=CONTIGUOUS,
+        v_memory=CONTIGUOUS,
+    ),
+    name=st.sampled_from("kv"),
+    value=st.sampled_from([np.inf, -np.inf, np.nan]),
+)
+def test_what_is_not_finite_propagates_as_in_the_formula(xp, fit, case, name, value):
+    case = fit(case)
+    arrays = dict(zip("qkv", case.arrays(np), strict=True))
+    arrays[name][0, 0, case.seqlen_k // 2, 0] = value
+    expected = exact(*arrays.values(), **case.options(np))
+    on_device = (xp.asarray(a) for a in arrays.values())
+    result = cufa.attention(*on_device, return_lse=True, **case.options(xp))
+    assert_within_rounding(result, expected)
+
+
 @given(case=cases(rank=4))
 def test_the_layout_is_only_a_matter_of_names(xp, fit, case):
     case = fit(case)
