@@ -67,7 +67,7 @@ def moved(xp, a):
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
     start = a.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
-    copy = xp.asarray(np.ascontiguousarray(owner).reshape(-1).view(np.uint8))
+    copy = xp.asarray(owner.ravel(order="K").view(np.uint8))
     return xp.ndarray(a.shape, a.dtype, copy.data + start, a.strides)
 
 

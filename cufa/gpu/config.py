@@ -41,7 +41,7 @@ ANY = 1 << 62
 _TABLE = (
     #    kernel     itemsize  plain head_dim<= seqlen<=        block_m _n threads stages blocks/SM
     _Row("fa2_fwd",        2,  True,       64,     ANY, Config(   128, 64,   128,     1,        1)),
-    _Row("fa2_fwd",        2, False,      192,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd",        2, False,      128,     ANY, Config(    64, 64,   128,     1,        1)),
     _Row("fa2_fwd",        2,  True,      256,     ANY, Config(    64, 64,   128,     1,        1)),
     _Row("fa2_fwd",        2, False,      256,     ANY, Config(    64, 32,   128,     1,        1)),
     _Row("fa2_fwd_simt",   4,  True,      128,     ANY, Config(    64, 64,   256,     1,        2)),

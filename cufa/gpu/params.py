@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ PARAMS = np.dtype(
     + [(f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "o")]
     + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
     + [(name, "i8") for name in ("alibi_stride_batch", "alibi_stride_head", "sink_stride_head")]
-    + [(name, "f8") for name in ("scale_log2", "softcap_log2", "scale_over_softcap")]
+    + [(name, "f8") for name in ("scale", "softcap", "scale_over_softcap")]
     + [(name, "i4") for name in ("heads", "group", "tiles", "seqlen_q", "seqlen_k")]
     + [(name, "i4") for name in ("head_dim", "head_dim_v", "diagonal", "left", "right")],
     align=True,
@@ -40,9 +39,9 @@ def make_params(problem: Problem, tiles: int) -> np.ndarray[Any, Any]:
             p[f"{name}_stride"] = scores.strides
     p["alibi_stride_batch"], p["alibi_stride_head"] = _head_strides(problem.alibi_slopes)
     p["sink_stride_head"] = _head_strides(problem.sink)[1]
-    p["scale_log2"] = problem.scale * math.log2(math.e)
+    p["scale"] = problem.scale
     if problem.softcap is not None:
-        p["softcap_log2"] = problem.softcap * math.log2(math.e)
+        p["softcap"] = problem.softcap
         p["scale_over_softcap"] = problem.scale / problem.softcap
     for name in ("heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         p[name] = getattr(problem, name)

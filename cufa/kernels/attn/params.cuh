@@ -19,9 +19,7 @@ struct Params {
   ScoreStrides mask_stride, bias_stride;
   i64 alibi_stride_batch, alibi_stride_head, sink_stride_head;
 
-  f64 scale_log2;          // scale * log2(e)
-  f64 softcap_log2;        // softcap * log2(e)
-  f64 scale_over_softcap;  // scale / softcap
+  f64 scale, softcap, scale_over_softcap;
 
   i32 heads, group;  // query heads, and how many of them share a key/value head
   i32 tiles;         // query tiles of one head

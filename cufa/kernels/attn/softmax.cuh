@@ -3,6 +3,9 @@
 #include "attn/score_mod.cuh"
 #include "tile/reduce.cuh"
 
+// Above this exponent of 2, scale * s and scale * m, rounded apart, would differ by more than s and m do.
+constexpr f32 kFoldLimit = 16384.f;
+
 template <int kRows> struct OnlineSoftmax {
   Real scale;     // from scores to exponents of 2
   Real m[kRows];  // largest score so far
@@ -22,16 +25,11 @@ template <int kRows> struct OnlineSoftmax {
 #pragma unroll
       for (int c = 1; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
       top = larger(m[r], row_max<Scores::kRowLanes>(top));
-      // A row that has seen no key yet: -inf - -inf would be NaN.
-      const Real base = top == -infinity() ? Real(0) : top * scale;
-      const Real rescale = exp2_of(m[r] * scale - base);  // diag(exp(m_prev - m_new)), not its inverse
+      const Real rescale = exponentials(s, r, top);  // diag(exp(m_prev - m_new)), not its inverse
       m[r] = top;
       l[r] *= rescale;
 #pragma unroll
-      for (int c = 0; c < Scores::kCols; ++c) {
-        s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
-        l[r] += s.at(r, c);
-      }
+      for (int c = 0; c < Scores::kCols; ++c) l[r] += s.at(r, c);
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= rescale;
     }
@@ -41,19 +39,37 @@ template <int kRows> struct OnlineSoftmax {
   template <class Output> DEVICE void finish(Output& o, Real sink, Real (&lse)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Real sum = row_sum<Output::kRowLanes>(l[r]), top = m[r] * scale, rescale = 1;
-      if constexpr (kSink) {  // one more score, without a value
-        const Real sink_log2 = sink * Real(kLog2e), base = larger(top, sink_log2);
+      Real sum = row_sum<Output::kRowLanes>(l[r]), rescale = 1;
+      Real top = kFoldScale ? m[r] * scale * Real(kLn2) : m[r];  // natural units
+      if constexpr (kSink) {                                     // one more score, without a value
+        const Real base = larger(top, sink);
         if (base != -infinity()) {
-          rescale = exp2_of(top - base);
-          sum = sum * rescale + exp2_of(sink_log2 - base);
+          rescale = exp2_of((top - base) * Real(kLog2e));
+          sum = sum * rescale + exp2_of((sink - base) * Real(kLog2e));
           top = base;
         }
       }
       const Real inverse = sum == 0 ? Real(0) : rescale / sum;
-      lse[r] = sum == 0 ? -infinity() : (top + log2_of(sum)) * Real(kLn2);
+      lse[r] = sum == 0 ? -infinity() : top + log2_of(sum) * Real(kLn2);
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= inverse;
     }
+  }
+
+ private:
+  // Row r of s becomes exp2(scale * (s - top)); returns exp2(scale * (m - top)).
+  template <class Scores> DEVICE Real exponentials(Scores& s, int r, Real top) {
+    const Real base = ptx::mul_rn(top, scale);
+    if (kFoldScale && abs_of(base) < kFoldLimit) {  // one FFMA a score
+      const Real rescale = exp2_of(ptx::mul_rn(m[r], scale) - base);
+#pragma unroll
+      for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
+      return rescale;
+    }
+    const Real shift = top == -infinity() ? Real(0) : top;  // a row without a key yet: -inf - -inf would be NaN
+    const Real rescale = exp2_of((m[r] - shift) * scale);
+#pragma unroll
+    for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) = exp2_of((s.at(r, c) - shift) * scale);
+    return rescale;
   }
 };

@@ -4,7 +4,6 @@
 #include "ptx/math.cuh"
 
 DEVICE Real infinity() { return Real(__int_as_float(0x7f800000)); }
-DEVICE Real lowest() { return sizeof(Real) == 4 ? Real(-3.4028234663852886e38f) : Real(-1.7976931348623157e308); }
 
 constexpr f64 kLog2e = 1.4426950408889634;
 constexpr f64 kLn2 = 0.6931471805599453;

@@ -29,6 +29,13 @@ DEVICE u32 cvt_rn_bf16x2_f32(f32 lo, f32 hi) {
   return y;
 }
 
+// Towards zero: a finite value stays finite.
+DEVICE f32 cvt_rz_f32_f64(f64 x) {
+  f32 y;
+  asm("cvt.rz.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+  return y;
+}
+
 DEVICE u32 mov_b32(f32 x) { return __float_as_uint(x); }
 DEVICE f32 mov_f32(u32 x) { return __uint_as_float(x); }
 
