@@ -1,6 +1,7 @@
 """Both libraries behind one fixture, and the hypothesis profiles.
 
-``pytest --hypothesis-profile=ci`` tries five times as many examples.
+``pytest --hypothesis-profile=ci`` tries five times as many examples, and ``few`` is for runs
+under compute-sanitizer, where each takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cufa.testing import Case
 
 settings.register_profile("default", deadline=None, print_blob=True, derandomize=False)
 settings.register_profile("ci", settings.get_profile("default"), max_examples=500)
+settings.register_profile("few", settings.get_profile("default"), max_examples=8)
 settings.load_profile("default")
 
 
