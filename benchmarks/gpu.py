@@ -153,9 +153,8 @@ def main() -> None:
         line = [f"{row:28}"]
         for name, t in times.items():
             low, _, high = statistics.quantiles(t, n=4)
-            line.append(
-                f"{name} {flop / medians[name] / 1e9:7.1f} TFLOP/s ±{50 * (high - low) / medians[name]:4.1f}%"
-            )
+            spread = 50 * (high - low) / medians[name]
+            line.append(f"{name} {flop / medians[name] / 1e9:7.1f} TFLOP/s ±{spread:4.1f}%")
         peer = min(value for name, value in medians.items() if name != "cufa")
         line.append(f"ratio {peer / medians['cufa']:.3f}")
         print("   ".join(line), flush=True)

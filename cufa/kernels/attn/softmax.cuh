@@ -44,8 +44,9 @@ template <int kRows> struct OnlineSoftmax {
       if constexpr (kSink) {                                     // one more score, without a value
         const Real base = larger(top, sink);
         if (base != -infinity()) {
-          rescale = exp2_of((top - base) * Real(kLog2e));
-          sum = sum * rescale + exp2_of((sink - base) * Real(kLog2e));
+          // A large sink makes results tiny, and bfloat16 reaches as far down as float32.
+          rescale = exp2_with_denormals((top - base) * Real(kLog2e));
+          sum = sum * rescale + exp2_with_denormals((sink - base) * Real(kLog2e));
           top = base;
         }
       }
