@@ -1,4 +1,4 @@
-"""The NumPy backend: FlashAttention-2 in blocks that stay in cache, several at once.
+"""The NumPy backend: FlashAttention-2 in blocks that stay in cache, on all processors.
 
 Source: Dao, arXiv:2307.08691, Algorithm 1. A task owns a block of query rows, walks over the key
 blocks that these rows can see, and keeps a running maximum `m`, a running sum `total` (the paper's
@@ -8,12 +8,14 @@ workspace per thread.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +25,24 @@ from cufa.errors import ArgumentError
 from cufa.problem import Problem, Signature, make_problem
 
 Array = NDArray[Any]
+Order = Literal["C", "F"]
+#: Which batches, key/value heads, heads of a group and query rows.
+Task = tuple[slice, ...]
 
-#: Scores in one block: 512 KB of float32, small enough for the second-level cache.
-_BLOCK_SCORES = 1 << 17
-#: Query rows in one block, where there are as many.
-_BLOCK_ROWS = 256
-#: Elements of a key block, a value block or a query block.
-_BLOCK_ELEMENTS = 1 << 18
-#: Scores below which a second thread costs more than it brings.
-_SCORES_PER_THREAD = 1 << 18
+#: Most scores in a block: 1 MB of float32 stays in the second-level cache, and smaller blocks make
+#: the threads wait for each other at Python's interpreter lock.
+_BLOCK_SCORES = 1 << 18
+#: Most query rows in a block of one pair of batch and head.
+_BLOCK_ROWS = 512
+#: Most elements in a block of q, k or v.
+_BLOCK_ELEMENTS = 1 << 17
+#: On 16 processors more threads than this were slower: they wait at that lock.
+_MAX_THREADS = 8
+#: Scores that are worth a thread: about half a millisecond.
+_SCORES_PER_THREAD = 1 << 17
+#: Multiply-adds from which OpenBLAS, which most NumPy wheels bring, calls threads of its own.
+_THREADED_GEMM = 1 << 18
+_THREADED_GEMV = 9216
 
 
 def run(call: Signature, arrays: Arrays) -> Any:
@@ -47,21 +58,19 @@ def run(call: Signature, arrays: Arrays) -> Any:
     if out is None:
         out = np.empty(problem.out_shape, arrays.q.dtype)
     else:
-        check_overlap(out, {n: a for n, a in arrays._asdict().items() if n != "out"})
+        check_overlap(out, arrays._replace(out=None)._asdict())
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
     lse = np.empty(problem.lse_shape, problem.accumulator)
     if out.size:
-        views = _views(problem, arrays, out, lse, call.layout)
-        tiling = _tiling(problem)
-        _run_tasks(problem, views, tiling)
+        _run_tasks(problem, _views(problem, arrays, out, lse, call.layout), _tiling(problem))
     return (out, lse) if problem.return_lse else out
 
 
 class _Views(NamedTuple):
     """Every array with the axes (batch, kv_heads, group, rows, columns), in the caller's memory.
 
-    A group is the query heads that share a key/value head; k and v have a group of one. `lse` and
+    A group is the query heads that share a key/value head; k and v have no such axis. `lse` and
     the per-head arrays have one column.
     """
 
@@ -88,30 +97,27 @@ def _views(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str
     def grouped(a: Array) -> Array:
         return a.reshape(batch, kv_heads, problem.group, *a.shape[2:])
 
-    def scores_like(a: Array | None, *shape: int) -> Array | None:
-        if a is None:
-            return None
-        return grouped(np.broadcast_to(a, (batch, heads, *shape)))
+    def optional(a: Array | None, rows: int, columns: int) -> Array | None:
+        return None if a is None else grouped(np.broadcast_to(a, (batch, heads, rows, columns)))
 
     def per_head(a: Array | None) -> Array | None:
-        return None if a is None else scores_like(np.asarray(a)[..., None, None], 1, 1)
+        return optional(None if a is None else a[..., None, None], 1, 1)
 
-    seqlens = problem.seqlen_q, problem.seqlen_k
     return _Views(
         q=grouped(operand(arrays.q)),
-        k=operand(arrays.k)[:, :, None],
-        v=operand(arrays.v)[:, :, None],
+        k=operand(arrays.k),
+        v=operand(arrays.v),
         out=grouped(operand(out)),
         lse=grouped(lse[(None,) * (3 - lse.ndim)][..., None]),
-        mask=scores_like(arrays.mask, *seqlens),
-        bias=scores_like(arrays.bias, *seqlens),
+        mask=optional(arrays.mask, problem.seqlen_q, problem.seqlen_k),
+        bias=optional(arrays.bias, problem.seqlen_q, problem.seqlen_k),
         alibi_slopes=per_head(arrays.alibi_slopes),
         sink=per_head(arrays.sink),
     )
 
 
 class _Tiling(NamedTuple):
-    """Sizes of one block along each axis."""
+    """Sizes of a block along the axes of `_Views`, and of keys."""
 
     batch: int
     kv_heads: int
@@ -121,41 +127,60 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(problem: Problem) -> _Tiling:
-    """Blocks of about `_BLOCK_SCORES` scores.
+    """Blocks of at most `_BLOCK_SCORES` scores.
 
-    The query heads of a group are folded into the rows, since they read the same keys; what is
-    still too small (decoding, short sequences) is filled up with key/value heads and batches.
+    The query heads of a group are folded into the rows, since they read the same keys. What is
+    still too small (decoding, short sequences, narrow windows) is filled with heads and batches.
     """
-    width = max(problem.head_dim, problem.head_dim_v)
-    group = min(problem.group, _BLOCK_ROWS)
-    rows = min(problem.seqlen_q, max(1, _BLOCK_ROWS // group))
-    keys = max(1, min(problem.seqlen_k, _BLOCK_SCORES // (group * rows), _BLOCK_ELEMENTS // width))
-    pair_scores = group * rows * keys
-    pair_elements = max(group * rows, keys) * width
-    pairs = max(1, min(_BLOCK_SCORES // pair_scores, _BLOCK_ELEMENTS // pair_elements))
+    longest = max(1, _BLOCK_ELEMENTS // max(problem.head_dim, problem.head_dim_v))
+    rows_limit = min(_BLOCK_ROWS, longest)
+    group = min(problem.group, rows_limit)
+    rows = rows_limit // group
+    span = problem.seqlen_k  # keys that the rows of one block see
+    if problem.band.left is not None and problem.band.right is not None:
+        width = problem.band.left + problem.band.right + 1
+        rows = min(rows, max(64, width))  # as many rows again as keys would be masked
+        span = min(span, rows + width)
+    rows = _even_parts(problem.seqlen_q, rows)
+    keys = _even_parts(span, max(1, min(_BLOCK_SCORES // _BLOCK_ROWS, longest)))
+    most_scores = _BLOCK_SCORES // (group * rows * keys)
+    most_elements = longest // max(group * rows, keys)
+    pairs = max(1, min(most_scores, most_elements))
     kv_heads = min(problem.kv_heads, pairs)
-    return _Tiling(min(problem.batch, max(1, pairs // kv_heads)), kv_heads, group, rows, keys)
+    return _Tiling(min(problem.batch, pairs // kv_heads), kv_heads, group, rows, keys)
+
+
+def _even_parts(size: int, limit: int) -> int:
+    """Size of the parts, at most `limit`, of a length that is to be cut into nearly equal ones."""
+    parts = max(1, math.ceil(size / limit))
+    part = max(1, math.ceil(size / parts))
+    return part if parts == 1 else min(limit, part + -part % 64)
 
 
 def _run_tasks(problem: Problem, views: _Views, tiling: _Tiling) -> None:
     """Run every task, on as many threads as there are processors and as the work is worth."""
     axes = (problem.batch, problem.kv_heads, problem.group, problem.seqlen_q)
-    slices = [
+    cuts = [
         [slice(start, min(start + step, size)) for start in range(0, size, step)]
         for size, step in zip(axes, tiling[:4], strict=True)
     ]
-    tasks = product(*slices)
-    count = int(np.prod([len(s) for s in slices]))
-    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    threads = min(_processors(), count, scores // _SCORES_PER_THREAD)
-    if threads <= 1:
-        _work(problem, views, tiling, tasks, Lock())
+    # To read a key and its value takes the time of some 16 scores.
+    all_keys = problem.batch * problem.kv_heads * problem.seqlen_k
+    scores = all_keys * (16 + problem.group * problem.seqlen_q)
+    count = math.prod(map(len, cuts))
+    threads = min(_processors(), _MAX_THREADS, count, max(1, scores // _SCORES_PER_THREAD))
+    tasks, lock = product(*cuts), Lock()
+    if threads == 1:
+        _work(problem, views, tiling, tasks, lock)
         return
-    lock = Lock()
     with ThreadPoolExecutor(threads) as pool:
         jobs = [pool.submit(_work, problem, views, tiling, tasks, lock) for _ in range(threads)]
-        for job in jobs:
-            job.result()
+        try:
+            for job in jobs:
+                job.result()
+        finally:  # after an error or Ctrl-C no thread begins another task
+            with lock:
+                deque(tasks, maxlen=0)
 
 
 def _processors() -> int:
@@ -165,97 +190,143 @@ def _processors() -> int:
 
 
 def _work(
-    problem: Problem,
-    views: _Views,
-    tiling: _Tiling,
-    tasks: Iterator[tuple[slice, ...]],
-    lock: Lock,
+    problem: Problem, views: _Views, tiling: _Tiling, tasks: Iterator[Task], lock: Lock
 ) -> None:
     """One thread: take tasks until there are none left."""
-    space = _Workspace(problem, tiling)
+    space = _Workspace(problem, views, tiling)
     while True:
         with lock:
             task = next(tasks, None)
         if task is None:
             return
-        # The error state belongs to the thread. Overflow, 0 * inf and log(0) mean what IEEE says.
+        # The error state is the thread's own. Overflow, 0 * inf and log(0) mean what IEEE says.
         with np.errstate(all="ignore"):
-            _forward(problem, views, task, tiling.keys, space)
+            _forward(problem, views, task, space)
 
 
 class _Workspace:
-    """Memory of one thread, used again for every block."""
+    """Memory of one thread, used again for every block.
 
-    def __init__(self, problem: Problem, tiling: _Tiling) -> None:
+    Scores and all else that has their rows lie with the rows adjacent (NumPy's order "F"): sums and
+    maxima over keys then run over whole vectors, and BLAS takes k and v as they are. Under a mask
+    or a bias whose keys are adjacent the scores lie as that does, since to cross the two orders
+    costs more than all the rest.
+    """
+
+    def __init__(self, problem: Problem, views: _Views, tiling: _Tiling) -> None:
+        crossing = any(
+            a is not None and a.shape[-2] > 1 and 0 < abs(a.strides[-1]) < abs(a.strides[-2])
+            for a in (views.mask, views.bias)
+        )
+        self.order: Order = "C" if crossing else "F"
+        self.keys = tiling.keys
         pairs = tiling.batch * tiling.kv_heads
-        rows = pairs * tiling.group * tiling.rows
-        keys = pairs * tiling.keys
+        rows, keys = pairs * tiling.group * tiling.rows, pairs * tiling.keys
         dtype = np.dtype(problem.accumulator)
-        self.scores = np.empty(rows * tiling.keys, dtype)
         self.q = np.empty(rows * problem.head_dim, dtype)
         self.k = np.empty(keys * problem.head_dim, dtype)
         self.v = np.empty(keys * problem.head_dim_v, dtype)
+        self.scores = np.empty(rows * tiling.keys, dtype)
         self.acc = np.empty(rows * problem.head_dim_v, dtype)
-        self.pv = np.empty(rows * problem.head_dim_v, dtype)
+        self.product = np.empty(rows * problem.head_dim_v, dtype)
 
 
-def _shaped(memory: Array, *shape: int) -> Array:
-    return memory[: int(np.prod(shape))].reshape(shape)
+def _block(memory: Array, shape: tuple[int, ...], order: Order) -> Array:
+    """An array at the start of `memory`; `order` is that of the last two axes."""
+    if order == "F":
+        return _block(memory, (*shape[:-2], shape[-1], shape[-2]), "C").swapaxes(-1, -2)
+    return memory[: math.prod(shape)].reshape(shape)
 
 
-def _forward(
-    problem: Problem, views: _Views, task: tuple[slice, ...], block_keys: int, space: _Workspace
-) -> None:
-    """Algorithm 1 for one block of queries: lines 3 to 15."""
-    pair, rows = task[:2], task[3]
+def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> None:
+    """Algorithm 1 for one block of query rows: its lines 4 to 15."""
+    order = space.order
+    batches, kv_heads, _, rows = task
     q = views.q[task]
-    shape = q.shape[:-1]
-    pairs, folded = shape[:2], shape[2] * shape[3]
-    q_block = _shaped(space.q, *q.shape)
-    np.copyto(q_block, q)
-    q_block *= problem.scale
-    q_block = q_block.reshape(*pairs, folded, problem.head_dim)
+    split = q.shape[:4]
+    folded = (*split[:2], split[2] * split[3])  # batch, kv_heads, rows of the whole group
+    q_scaled = _block(space.q, (*folded, problem.head_dim), order)
+    np.copyto(q_scaled.reshape(q.shape), q)
+    q_scaled *= problem.scale
 
-    acc = _shaped(space.acc, *pairs, folded, problem.head_dim_v)
+    acc = _block(space.acc, (*folded, problem.head_dim_v), order)
+    pv = _block(space.product, acc.shape, order)
     acc[...] = 0
-    m = np.full((*pairs, folded, 1), -np.inf, acc.dtype)
+    # The lowest finite number in place of the paper's -inf, since -inf - -inf is NaN.
+    m = np.full((*folded, 1), np.finfo(acc.dtype).min, acc.dtype)
     total = np.zeros_like(m)
     if views.sink is not None:  # a key of score `sink` and value 0
-        m.reshape(*shape, 1)[...] = views.sink[task[:3]]
-        total[...] = 1
+        sink = np.broadcast_to(views.sink[task[:3]], (*split, 1)).reshape(m.shape).astype(m.dtype)
+        m = np.maximum(m, sink)
+        total = np.exp(sink - m)
 
     first, last = _visible_keys(problem, rows)
-    for start in range(first, last, block_keys):
-        keys = slice(start, min(start + block_keys, last))
-        k = _operand(views.k[pair[0], pair[1], 0, keys], space.k)
-        v = _operand(views.v[pair[0], pair[1], 0, keys], space.v)
-        s = _shaped(space.scores, *pairs, folded, keys.stop - keys.start)
-        np.matmul(q_block, k.swapaxes(-1, -2), out=s)  # S = Q K^T
-        _modify_scores(problem, views, s.reshape(*shape, -1), task, keys)
+    for start in range(first, last, space.keys):
+        keys = slice(start, min(start + space.keys, last))
+        k = _operand(views.k[batches, kv_heads, keys], space.k, "F" if order == "C" else "C")
+        v = _operand(views.v[batches, kv_heads, keys], space.v, "C")
+        s = _block(space.scores, (*folded, keys.stop - keys.start), order)
+        _matmul(q_scaled, k.swapaxes(-1, -2), s)  # S = Q K^T
+        _modify_scores(problem, views, s.reshape(*split, -1), task, keys)
 
         m_new = np.maximum(m, s.max(axis=-1, keepdims=True))
-        base = np.where(m_new == -np.inf, 0, m_new)  # -inf - -inf would be NaN
-        np.subtract(s, base, out=s)
+        s -= m_new
         p = np.exp(s, out=s)  # P = exp(S - m)
-        rescale = np.exp(m - base)  # acc and total so far are relative to the previous m
+        rescale = np.exp(m - m_new)  # acc and total so far are relative to the previous m
         total = total * rescale + p.sum(axis=-1, keepdims=True)
+        _matmul(p, v, pv)
         acc *= rescale
-        acc += np.matmul(p, v, out=_shaped(space.pv, *acc.shape))
+        acc += pv
         m = m_new
 
     acc /= np.where(total == 0, 1, total)  # a row that saw no key gives 0
-    views.out[task] = acc.reshape(*shape, problem.head_dim_v)
-    views.lse[task] = (m + np.log(total)).reshape(*shape, 1)
+    views.out[task] = acc.reshape(*split, problem.head_dim_v)
+    views.lse[task] = (m + np.log(total)).reshape(*split, 1)
 
 
-def _operand(a: Array, memory: Array) -> Array:
-    """`a` as BLAS can read it: itself where possible, else a copy in `memory`."""
-    row = a.shape[-1] * a.itemsize
-    if a.dtype == memory.dtype and a.strides[-1] == a.itemsize and a.strides[-2] >= row:
+def _operand(a: Array, memory: Array, order: Order) -> Array:
+    """`a` as BLAS can read it: itself if dtype and order are right, else a copy in `memory`."""
+    inner, outer = (-1, -2) if order == "C" else (-2, -1)
+    adjacent = a.strides[inner] == a.itemsize
+    if a.dtype == memory.dtype and adjacent and a.strides[outer] >= a.shape[inner] * a.itemsize:
         return a
-    copy = _shaped(memory, *a.shape)
+    copy = _block(memory, a.shape, order)
     np.copyto(copy, a)
     return copy
+
+
+def _matmul(a: Array, b: Array, out: Array) -> None:
+    """Write ``a @ b`` to `out` in tiles so small that BLAS computes each in the calling thread.
+
+    For more, OpenBLAS calls threads of its own and serves one caller at a time: ours would wait.
+    """
+    if out.strides[-1] != out.itemsize:
+        a, b, out = b.swapaxes(-1, -2), a.swapaxes(-1, -2), out.swapaxes(-1, -2)
+    (rows, inner), columns = a.shape[-2:], b.shape[-1]
+    limit = (_THREADED_GEMM if rows > 1 and columns > 1 else _THREADED_GEMV - 1) // inner
+    # As near to a square as powers of two allow: it is read the fewest times.
+    tile_columns = _tile(columns, max(1 << limit.bit_length() // 2, limit // rows))
+    tile_rows = _tile(rows, limit // tile_columns)
+    for r in _cuts(rows, tile_rows):
+        for c in _cuts(columns, tile_columns):
+            x, y, z = a[..., r, :], b[..., c], out[..., r, c]
+            m, n = min(tile_rows, x.shape[-2]), min(tile_columns, y.shape[-1])
+            x = x.reshape(*x.shape[:-2], -1, 1, m, inner)
+            y = y.reshape(*y.shape[:-1], -1, n).swapaxes(-2, -3)[..., None, :, :, :]
+            z = z.reshape(*z.shape[:-2], -1, m, z.shape[-1] // n, n).swapaxes(-2, -3)
+            np.matmul(x, y, out=z)
+
+
+def _tile(size: int, limit: int) -> int:
+    """Length of a tile: a multiple of 16 where there is room, since BLAS computes in such steps."""
+    limit = max(1, limit if limit < 16 else limit - limit % 16)
+    return min(size, limit)
+
+
+def _cuts(size: int, step: int) -> list[slice]:
+    """The whole steps of a length, and the rest."""
+    whole = size - size % step
+    return [slice(0, whole)] + ([slice(whole, size)] if whole < size else [])
 
 
 def _visible_keys(problem: Problem, rows: slice) -> tuple[int, int]:
@@ -269,9 +340,7 @@ def _visible_keys(problem: Problem, rows: slice) -> tuple[int, int]:
     return first, last
 
 
-def _modify_scores(
-    problem: Problem, views: _Views, s: Array, task: tuple[slice, ...], keys: slice
-) -> None:
+def _modify_scores(problem: Problem, views: _Views, s: Array, task: Task, keys: slice) -> None:
     """Softcap, ALiBi, bias and masks, in this order, in place."""
     rows = task[3]
     if problem.softcap is not None:
@@ -282,12 +351,18 @@ def _modify_scores(
         s *= cap
     if views.alibi_slopes is not None:
         shift = problem.seqlen_k - problem.seqlen_q
-        distance = np.abs(_offsets(rows, keys, shift)).astype(s.dtype)
+        distance = _offsets(rows, keys, shift).astype(s.dtype)
+        np.abs(distance, out=distance)
         s -= views.alibi_slopes[task[:3]].astype(s.dtype) * distance
     if views.bias is not None:
-        s += views.bias[(*task, keys)].astype(s.dtype)
+        s += _distinct(views.bias[(*task, keys)]).astype(s.dtype)
     if views.mask is not None:
-        np.copyto(s, -np.inf, where=~views.mask[(*task, keys)])
+        # Infinity where a key takes part, else -infinity. A masked copy is slower: it branches at
+        # every element. fmin and not minimum, since a hidden score may be NaN.
+        limit = _distinct(views.mask[(*task, keys)]).astype(s.dtype)
+        limit -= 0.5
+        limit *= np.inf
+        np.fmin(s, limit, out=s)
     band = problem.band
     if band.right is not None and keys.stop - 1 > rows.start + band.diagonal + band.right:
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) > band.right)
@@ -295,8 +370,14 @@ def _modify_scores(
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) < -band.left)
 
 
+def _distinct(a: Array) -> Array:
+    """`a` with one element along each axis that only repeats it."""
+    return a[tuple(slice(1) if stride == 0 else slice(None) for stride in a.strides)]
+
+
 def _offsets(rows: slice, keys: slice, diagonal: int) -> Array:
-    """How far each key lies to the right of the diagonal, shape (rows, keys)."""
-    i = np.arange(rows.start, rows.stop)[:, None]
-    j = np.arange(keys.start, keys.stop)
-    return j - i - diagonal
+    """How far each key lies to the right of the diagonal, shape (rows, keys), order "F"."""
+    i = np.arange(rows.start, rows.stop, dtype=np.int32)[:, None]
+    j = np.arange(keys.start, keys.stop, dtype=np.int32)
+    offsets: Array = np.subtract(j, i + diagonal, order="F")
+    return offsets
