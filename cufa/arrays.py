@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.errors import ArgumentError, DTypeError
-from cufa.problem import ArrayFacts, Signature, plain_number, plain_window
+from cufa.options import ALGORITHMS, CAUSAL, LAYOUTS, plain_choice, plain_number, plain_window
+from cufa.problem import ArrayFacts, Signature
 
 CPU = -1
 
@@ -70,7 +71,8 @@ def describe(name: str, a: Any) -> ArrayFacts:
         raise DTypeError(
             f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)"
         )
-    raise DTypeError(f"{name} is a {type(a).__name__}; it must be a NumPy or CuPy array")
+    hint = " (np.asarray makes one of it)" if isinstance(a, np.generic) else ""
+    raise DTypeError(f"{name} is a {type(a).__name__}; it must be a NumPy or CuPy array{hint}")
 
 
 def namespace(a: Any) -> ModuleType:
@@ -150,11 +152,6 @@ def sign(
     algorithm: Any,
 ) -> Signature:
     """The call as hashable facts; options of another type than documented are refused here."""
-    for name, option in (("causal", causal), ("layout", layout), ("algorithm", algorithm)):
-        if not isinstance(option, (bool, str, np.bool_)):
-            raise ArgumentError(
-                f"{name} is {option!r}, of type {type(option).__name__}; see the documentation"
-            )
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
     facts = describe("q", q)
     return Signature(
@@ -166,12 +163,12 @@ def sign(
         None if alibi_slopes is None else describe("alibi_slopes", alibi_slopes),
         None if sink is None else describe("sink", sink),
         None if out is None else describe("out", out),
-        causal,
+        plain_choice("causal", causal, CAUSAL),
         None if window is None else plain_window(window),
         None if softcap is None else plain_number("softcap", softcap),
         None if scale is None else plain_number("scale", scale),
-        layout,
-        bool(return_lse),
-        algorithm,
+        plain_choice("layout", layout, LAYOUTS),
+        plain_choice("return_lse", return_lse, (False, True)),
+        plain_choice("algorithm", algorithm, ALGORITHMS),
         facts.device == CPU or are_aligned(arrays),
     )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cufa import cpu
 from cufa.arrays import CPU, Arrays, describe, namespace, sign
+from cufa.options import LAYOUTS, plain_choice
 from cufa.problem import Causal, check_merge
 
 
@@ -155,21 +158,22 @@ def merge(
     Source: the merge of partial softmax states, Dao, arXiv:2307.08691, section 3.1; computed from
     the difference to the larger lse, so that no exponential overflows.
     """
+    plain_choice("layout", layout, LAYOUTS)
     pairs = zip(_MERGE_NAMES, (out_a, lse_a, out_b, lse_b), strict=True)
     check_merge([describe(name, a) for name, a in pairs], layout)
     xp = namespace(out_a)
-    top = xp.maximum(lse_a, lse_b)
-    base = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # -inf - -inf is NaN
-    weight_a, weight_b = xp.exp(lse_a - base), xp.exp(lse_b - base)
-    total = weight_a + weight_b
-    empty = total == 0
-    total = xp.where(empty, xp.ones_like(total), total)
-    lse = xp.where(empty, xp.full_like(total, -xp.inf), base + xp.log(total))
-    weight_a, weight_b = ((w / total)[..., None] for w in (weight_a, weight_b))
-    if layout == "bshd" and out_a.ndim > 2:
-        weight_a, weight_b = weight_a.swapaxes(-2, -3), weight_b.swapaxes(-2, -3)
-    out = out_a.astype(lse.dtype) * weight_a + out_b.astype(lse.dtype) * weight_b
-    return out.astype(out_a.dtype), lse
+    with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
+        top = xp.maximum(lse_a, lse_b)
+        base = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # -inf - -inf is NaN
+        weight_a, weight_b = xp.exp(lse_a - base), xp.exp(lse_b - base)
+        total = weight_a + weight_b
+        lse = base + xp.log(total)
+        total = xp.where(total == 0, xp.ones_like(total), total)  # no key in either: 0, not 0 / 0
+        weight_a, weight_b = ((w / total)[..., None] for w in (weight_a, weight_b))
+        if layout == "bshd" and out_a.ndim > 2:
+            weight_a, weight_b = weight_a.swapaxes(-2, -3), weight_b.swapaxes(-2, -3)
+        out = out_a.astype(lse.dtype) * weight_a + out_b.astype(lse.dtype) * weight_b
+        return out.astype(out_a.dtype), lse
 
 
 _MERGE_NAMES = ("out_a", "lse_a", "out_b", "lse_b")

@@ -6,6 +6,7 @@ from typing import Any
 
 from cufa.attention import attention
 from cufa.errors import ArgumentError, UnsupportedError
+from cufa.options import plain_number
 
 
 def flash_attn_func(
@@ -56,6 +57,7 @@ def flash_attn_func(
     ArgumentError, DeviceError, DTypeError, ShapeError
         As `cufa.attention`.
     """
+    dropout_p, softcap = plain_number("dropout_p", dropout_p), plain_number("softcap", softcap)
     if not 0 <= dropout_p < 1:
         raise ArgumentError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if dropout_p:

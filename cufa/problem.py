@@ -7,7 +7,6 @@ Nothing is allocated, launched or written before ``make_problem`` has returned.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -15,13 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-
-FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-LAYOUTS = ("bhsd", "bshd")
-ALGORITHMS = ("auto", "fa2")
-#: Lengths stay below this so that row + diagonal + window fits a signed 32-bit integer in the
-#: kernels.
-MAX_SEQLEN = (1 << 30) - 1
+from cufa.options import FLOAT_DTYPES, MAX_SEQLEN, dtype_name
 
 Shape = tuple[int, ...]
 Window = tuple[int | None, int | None] | None
@@ -134,14 +127,6 @@ def make_problem(call: Signature) -> Problem:
         the way out.
     """
     q, k, v, layout = call.q, call.k, call.v, call.layout
-    if layout not in LAYOUTS:
-        raise ArgumentError(
-            f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}"
-        )
-    if call.algorithm not in ALGORITHMS:
-        raise ArgumentError(
-            f"algorithm is {call.algorithm!r}; it must be one of {', '.join(map(repr, ALGORITHMS))}"
-        )
     _check_devices(call)
     dtype = _check_dtypes(call)
     _check_ranks(call)
@@ -167,7 +152,7 @@ def make_problem(call: Signature) -> Problem:
         head_dim_v=head_dim_v,
         dtype=dtype,
         scale=_check_scale(call.scale, head_dim),
-        softcap=_check_softcap(call.softcap),
+        softcap=_check_softcap(call.softcap, dtype),
         band=_band(call.causal, call.window, seqlen_q, seqlen_k),
         q=operands[0],
         k=operands[1],
@@ -185,51 +170,11 @@ def make_problem(call: Signature) -> Problem:
     )
 
 
-def plain_window(window: Any) -> tuple[int | None, int | None]:
-    """A window as two plain integers, None for an open side."""
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ArgumentError(
-            f"window is {window!r}; it must be a pair (left, right) or None"
-        ) from None
-    return _bound("left", left), _bound("right", right)
-
-
-def _bound(side: str, bound: Any) -> int | None:
-    if bound is None:
-        return None
-    try:
-        bound = operator.index(bound)
-    except TypeError:
-        raise DTypeError(
-            f"window has {side} bound {bound!r}; it must be an integer or None"
-        ) from None
-    if bound < -1:
-        raise ArgumentError(
-            f"window has {side} bound {bound}; it must be at least 0 (keys on that side of the "
-            "diagonal, inclusive), or None or -1 for no bound"
-        )
-    return None if bound == -1 else min(bound, MAX_SEQLEN)
-
-
-def plain_number(name: str, value: Any) -> float:
-    """An option as a plain float, from any kind of number."""
-    if isinstance(value, (str, bytes)):
-        raise DTypeError(f"{name} is {value!r}; it must be a number")
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise DTypeError(f"{name} is a {type(value).__name__}; it must be a number") from None
-
-
 def check_merge(arrays: list[ArrayFacts], layout: str) -> None:
     """Check the arguments of `cufa.merge`, in its order."""
     out_a, lse_a, out_b, lse_b = arrays
-    if layout not in LAYOUTS:
-        raise ArgumentError(
-            f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}"
-        )
+    for name, a in zip(("out_a", "lse_a", "out_b", "lse_b"), arrays, strict=True):
+        _check_float(name, a)
     for name, a in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if a.device != out_a.device:
             raise DeviceError(
@@ -249,19 +194,16 @@ def check_merge(arrays: list[ArrayFacts], layout: str) -> None:
             raise ShapeError(
                 f"{name} has shape {a.shape}; for out_a of shape {out_a.shape} it must be {rows}"
             )
-    for pair in ((("out_a", out_a), ("out_b", out_b)), (("lse_a", lse_a), ("lse_b", lse_b))):
-        (name, a), (other, b) = pair
-        if dtype_name(a.dtype) not in FLOAT_DTYPES:
-            raise DTypeError(f"{name} is {dtype_name(a.dtype)}; it takes {', '.join(FLOAT_DTYPES)}")
-        if a.dtype != b.dtype:
+    if out_a.dtype != out_b.dtype:
+        names = dtype_name(out_a.dtype), dtype_name(out_b.dtype)
+        raise DTypeError(f"out_a is {names[0]} and out_b is {names[1]}; they must be equal")
+    wanted = "float64" if dtype_name(out_a.dtype) == "float64" else "float32"
+    for name, a in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if dtype_name(a.dtype) != wanted:
             raise DTypeError(
-                f"{name} is {dtype_name(a.dtype)} and {other} is {dtype_name(b.dtype)}"
+                f"{name} is {dtype_name(a.dtype)}; for out_a of {dtype_name(out_a.dtype)} it must "
+                f"be {wanted}, as attention returns it"
             )
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Name of a dtype; bfloat16 is the one of `ml_dtypes`."""
-    return dtype.name
 
 
 def _given(call: Signature) -> list[tuple[str, ArrayFacts]]:
@@ -284,21 +226,12 @@ def _place(device: int) -> str:
 
 def _check_dtypes(call: Signature) -> str:
     for name, facts in _given(call):
-        if not facts.dtype.isnative:
-            raise DTypeError(
-                f"{name} is stored in the other byte order ({facts.dtype.str}); convert it with "
-                "astype"
-            )
+        if name != "mask":
+            _check_float(name, facts)
     dtype = dtype_name(call.q.dtype)
-    for name in ("q", "k", "v", "out"):
+    for name in ("k", "v", "out"):
         facts = getattr(call, name)
-        if facts is None:
-            continue
-        if dtype_name(facts.dtype) not in FLOAT_DTYPES:
-            raise DTypeError(
-                f"{name} is {dtype_name(facts.dtype)}; attention takes {', '.join(FLOAT_DTYPES)}"
-            )
-        if dtype_name(facts.dtype) != dtype:
+        if facts is not None and dtype_name(facts.dtype) != dtype:
             raise DTypeError(
                 f"q is {dtype} and {name} is {dtype_name(facts.dtype)}; their dtypes must be equal"
             )
@@ -307,13 +240,16 @@ def _check_dtypes(call: Signature) -> str:
             f"mask is {dtype_name(call.mask.dtype)}; it must be bool, True where a key takes part "
             "(a mask of numbers to be added is a bias: pass it as bias=)"
         )
-    for name in ("bias", "alibi_slopes", "sink"):
-        facts = getattr(call, name)
-        if facts is not None and dtype_name(facts.dtype) not in FLOAT_DTYPES:
-            raise DTypeError(
-                f"{name} is {dtype_name(facts.dtype)}; it takes {', '.join(FLOAT_DTYPES)}"
-            )
     return dtype
+
+
+def _check_float(name: str, facts: ArrayFacts) -> None:
+    if dtype_name(facts.dtype) not in FLOAT_DTYPES:
+        raise DTypeError(f"{name} is {dtype_name(facts.dtype)}; it takes {', '.join(FLOAT_DTYPES)}")
+    if not facts.dtype.isnative:
+        raise DTypeError(
+            f"{name} is stored in the other byte order ({facts.dtype.str}); convert it with astype"
+        )
 
 
 def _check_ranks(call: Signature) -> None:
@@ -386,21 +322,18 @@ def _check_scale(scale: float | None, head_dim: int) -> float:
     return scale
 
 
-def _check_softcap(softcap: float | None) -> float | None:
+def _check_softcap(softcap: float | None, dtype: str) -> float | None:
     if softcap is None:
         return None
     if not (math.isfinite(softcap) and softcap > 0):
         raise ArgumentError(
             f"softcap is {softcap}; it must be positive and finite, or None for no cap"
         )
-    return softcap
+    # Further out float32 would overflow, and could not tell the cap from none or from zero anyway.
+    return softcap if dtype == "float64" else min(max(softcap, 1e-30), 1e30)
 
 
 def _band(causal: bool | str, window: Window, seqlen_q: int, seqlen_k: int) -> Band:
-    if causal not in (False, True, "top_left"):
-        raise ArgumentError(
-            f"causal is {causal!r}; it must be False, True (bottom-right) or 'top_left'"
-        )
     diagonal = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = window or (None, None)
     if causal:

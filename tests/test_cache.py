@@ -123,10 +123,12 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(folder, monkey
 
 def test_an_architecture_older_than_the_compiler_is_named(folder):
     from cufa.gpu.device import Device
-    from cufa.gpu.warmup import _key
+    from cufa.gpu.plan import make_key
+    from cufa.gpu.warmup import _call, _Features
+    from cufa.problem import make_problem
 
-    features = dict.fromkeys(("mask", "bias", "alibi_slopes", "sink"))
-    key = _key(Device.of_arch(70), 32, "float32", False, False, False, False, features)
+    problem = make_problem(_call(32, "float32", False, False, _Features()))
+    key = make_key(problem, Device.of_arch(70))
     with pytest.raises(cufa.BuildError, match=r"sm_10.*NVRTC knows sm_\d+ and later"):
         build.compile_key(key._replace(arch=10))
 
@@ -136,7 +138,10 @@ def test_an_architecture_older_than_the_compiler_is_named(folder):
     [
         ({"dtype": "int8"}, cufa.ArgumentError, "dtype is 'int8'"),
         ({"head_dim": 300}, cufa.UnsupportedError, "head_dim up to 256"),
-        ({"bias": "int32"}, cufa.ArgumentError, "dtype is 'int32'"),
+        ({"bias": "int32"}, cufa.ArgumentError, "bias is 'int32'"),
+        ({"head_dim": 0}, cufa.ArgumentError, "head_dim is 0"),
+        ({"head_dim": "64"}, cufa.DTypeError, "head_dim is '64'"),
+        ({"causal": None}, cufa.ArgumentError, "causal is None"),
     ],
 )
 def test_warmup_refuses_what_no_call_could_use(folder, options, error, text):

@@ -191,10 +191,12 @@ def test_no_kernel_is_named_with_every_reason(cupy):
 def test_a_card_newer_than_the_compiler_gets_portable_code(cupy):
     from cufa.gpu import build
     from cufa.gpu.device import Device
-    from cufa.gpu.warmup import _key
+    from cufa.gpu.plan import make_key
+    from cufa.gpu.warmup import _call, _Features
+    from cufa.problem import make_problem
 
-    features = dict.fromkeys(("mask", "bias", "alibi_slopes", "sink"))
-    key = _key(Device.of_arch(999), 32, "float16", False, False, False, False, features)
+    problem = make_problem(_call(32, "float16", False, False, _Features()))
+    key = make_key(problem, Device.of_arch(999))
     code, _ = build.compile_key(key)
     assert code.lstrip().startswith(b"//")
     assert b".target sm_" in code

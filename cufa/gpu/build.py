@@ -8,10 +8,12 @@ renamed, so that no process ever reads half of one.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import io
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -81,7 +83,8 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     """The machine code for a key and the compiler's log (registers and spills with `verbose`).
     Needs no GPU.
 
-    For an architecture newer than the compiler knows, PTX of the newest one it knows.
+    For an architecture newer than the compiler knows, PTX of the newest one it knows; that needs
+    the driver.
     """
     try:
         from cuda.bindings import nvrtc
@@ -158,11 +161,17 @@ def _cache_key(key: KernelKey) -> str:
 
 def cache_directory() -> Path:
     """Where compiled kernels are kept: CUFA_CACHE_DIR, or ``cufa`` in the user's cache folder."""
-    if chosen := os.environ.get("CUFA_CACHE_DIR"):
-        return Path(chosen)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "cufa"
-    return Path("~/.cache/cufa").expanduser()
+    try:
+        if chosen := os.environ.get("CUFA_CACHE_DIR"):
+            return Path(chosen).expanduser().absolute()
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "cufa"
+    except RuntimeError as error:  # no home folder
+        _warn_once(f"compiled kernels are not kept ({error}); {_WAY_OUT}")
+        return _private_directory()
+
+
+_WAY_OUT = "set CUFA_CACHE_DIR to a writable folder"
 
 
 def _find(directory: Path, name: str) -> Path | None:
@@ -203,29 +212,36 @@ def _store(directory: Path, name: str, code: bytes) -> Path:
 def _cached_file(key: KernelKey) -> Path:
     """The compiled kernel on disk: from the cache, or compiled into it."""
     directory, name = cache_directory(), _cache_key(key)
-    found = _find(directory, name)
+    found = _find(directory, name) or _find_private(name)
     if found is not None:
         return found
     code, _ = compile_key(key)
     try:
         return _store(directory, name, code)
     except OSError as error:
-        _warn_once(
-            f"cannot keep compiled kernels in {directory} ({error}); set CUFA_CACHE_DIR to a "
-            "writable folder"
-        )
+        _warn_once(f"cannot keep compiled kernels in {directory} ({error}); {_WAY_OUT}")
+    try:
         return _store(_private_directory(), name, code)
+    except OSError as error:
+        raise BuildError(f"no folder to load {key.kernel} from ({error}); {_WAY_OUT}") from error
 
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 @cache
 def _private_directory() -> Path:
-    """Of this process alone: the driver loads kernels from files only."""
-    return Path(tempfile.mkdtemp(prefix="cufa-"))
+    """Of this process alone, and gone with it: the driver loads kernels from files only."""
+    directory = tempfile.mkdtemp(prefix="cufa-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
+def _find_private(name: str) -> Path | None:
+    made = _private_directory.cache_info().currsize
+    return _find(_private_directory(), name) if made else None
 
 
 def _load(key: KernelKey) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cufa.errors import ArgumentError, UnsupportedError
-from cufa.gpu.device import Device
-from cufa.problem import FLOAT_DTYPES
+from cufa.errors import UnsupportedError
+from cufa.gpu.device import OLDEST_ARCH, Device
+from cufa.options import plain_choice, plain_dtype, plain_integer
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -112,19 +112,22 @@ def get_best_config(
     Raises
     ------
     ArgumentError
-        An unknown dtype or a length below 0.
+        An unknown dtype or kernel, a length below 0, an architecture below 70.
+    DTypeError
+        A number that is not an integer.
     UnsupportedError
         No row fits.
     """
-    if dtype not in FLOAT_DTYPES:
-        raise ArgumentError(f"dtype is {dtype!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
-    if seqlen < 0:
-        raise ArgumentError(f"seqlen is {seqlen}; it must be at least 0")
+    dtype = plain_dtype("dtype", dtype)
+    seqlen = plain_integer("seqlen", seqlen, 0)
+    head_dim = plain_integer("head_dim", head_dim, 1)
+    head_dim_v = head_dim if head_dim_v is None else plain_integer("head_dim_v", head_dim_v, 1)
+    device = Device.of_arch(plain_integer("arch", arch, OLDEST_ARCH))
     if kernel is None:
-        kernel = "fa2_fwd" if ITEMSIZE[dtype] == 2 and arch >= 80 else "fa2_fwd_simt"
-    return find_config(
-        kernel, dtype, head_dim, head_dim_v or head_dim, seqlen, plain, Device.of_arch(arch)
-    )
+        kernel = "fa2_fwd" if ITEMSIZE[dtype] == 2 and device.arch >= 80 else "fa2_fwd_simt"
+    kernels = tuple(dict.fromkeys(row.kernel for row in _TABLE))
+    plain_choice("kernel", kernel, kernels)
+    return find_config(kernel, dtype, head_dim, head_dim_v, seqlen, bool(plain), device)
 
 
 def find_config(
@@ -151,6 +154,6 @@ def find_config(
         if fits and smem_bytes(kernel, row.config, accumulator, d, dv) <= device.shared_memory:
             return row.config
     raise UnsupportedError(
-        f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} fits "
+        f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} on "
         f"{device.name}, which gives a block {device.shared_memory} bytes of shared memory"
     )

@@ -23,6 +23,8 @@ _SHARED_MEMORY = {
     121: 99 << 10,
 }
 
+OLDEST_ARCH = min(_SHARED_MEMORY)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -44,7 +46,7 @@ class Device:
     @classmethod
     def of_arch(cls, arch: int) -> Device:
         """A stand-in for a card of that architecture; an unknown one counts as the next older."""
-        known = max((a for a in _SHARED_MEMORY if a <= arch), default=70)
+        known = max((a for a in _SHARED_MEMORY if a <= arch), default=OLDEST_ARCH)
         return cls(arch, _SHARED_MEMORY[known], f"sm_{arch}")
 
 

@@ -141,6 +141,8 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     UnsupportedError
         No kernel serves it, or it has more than 2**31 - 1 query tiles.
     """
+    if not problem.batch * problem.heads * problem.seqlen_q:
+        return Plan(problem, ())
     key = make_key(problem, device)
     tiles = -(-problem.seqlen_q // key.config.block_m)
     grid = tiles * problem.heads * problem.batch
@@ -149,7 +151,5 @@ def make_plan(problem: Problem, device: Device) -> Plan:
             f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {grid} "
             f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
-    if grid == 0:
-        return Plan(problem, ())
     step = Step(key, grid, key.config.threads, key.smem_bytes, make_params(problem, tiles))
     return Plan(problem, (step,))

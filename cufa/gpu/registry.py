@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from cufa.errors import UnsupportedError
 from cufa.gpu.device import Device
-from cufa.problem import FLOAT_DTYPES, Problem
+from cufa.options import FLOAT_DTYPES
+from cufa.problem import Problem
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.errors import ArgumentError, DeviceError
+from cufa.errors import DeviceError
 from cufa.gpu import build
-from cufa.gpu.device import Device, get_device
-from cufa.gpu.plan import KernelKey, make_key
-from cufa.problem import FLOAT_DTYPES, ArrayFacts, Signature, make_problem
+from cufa.gpu.device import OLDEST_ARCH, Device, get_device
+from cufa.gpu.plan import make_key
+from cufa.options import CAUSAL, plain_choice, plain_dtype, plain_integer
+from cufa.problem import ArrayFacts, Signature, make_problem
 
 
 def warmup(
@@ -56,7 +57,7 @@ def warmup(
     Raises
     ------
     ArgumentError
-        A dtype that does not exist.
+        A dtype that does not exist, an architecture below 70.
     BuildError
         NVRTC is missing.
     DeviceError
@@ -68,22 +69,39 @@ def warmup(
     -----
     The folder is CUFA_CACHE_DIR, or ``cufa`` in the user's cache folder.
     """
-    device = _current_device() if arch is None else Device.of_arch(arch)
-    features: dict[str, str | None] = {
-        "mask": "bool" if mask else None,
-        "bias": bias,
-        "alibi_slopes": "float32" if alibi_slopes else None,
-        "sink": "float32" if sink else None,
-    }
-    choices = product(*map(_several, (head_dim, dtype, causal, return_lse)))
-    keys = {_key(device, d, name, c, lse, window, softcap, features) for d, name, c, lse in choices}
+    device = _current_device() if arch is None else _device(arch)
+    bias = None if bias is None else plain_dtype("bias", bias)
+    features = _Features(window, mask, alibi_slopes, softcap, sink, bias)
+    for name, value in features._asdict().items():
+        if name != "bias":
+            plain_choice(name, value, (False, True))
+    choices = product(
+        [plain_integer("head_dim", d, 1) for d in _several(head_dim)],
+        [plain_dtype("dtype", name) for name in _several(dtype)],
+        [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
+        [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
+    )
+    keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(build.ensure_cached, keys))
     return len(keys)
 
 
+class _Features(NamedTuple):
+    window: bool = False
+    mask: bool = False
+    alibi_slopes: bool = False
+    softcap: bool = False
+    sink: bool = False
+    bias: str | None = None
+
+
 def _several(x: Any) -> list[Any]:
-    return [x] if isinstance(x, (str, int)) else list(x)
+    return list(x) if isinstance(x, (list, tuple, set, frozenset, range)) else [x]
+
+
+def _device(arch: Any) -> Device:
+    return Device.of_arch(plain_integer("arch", arch, OLDEST_ARCH))
 
 
 def _current_device() -> Device:
@@ -97,50 +115,38 @@ def _current_device() -> Device:
         ) from error
 
 
-def _key(
-    device: Device,
-    head_dim: int,
-    dtype: str,
-    causal: bool,
-    return_lse: bool,
-    window: bool,
-    softcap: bool,
-    features: dict[str, str | None],
-) -> KernelKey:
+def _call(
+    head_dim: int, dtype: str, causal: bool | str, return_lse: bool, features: _Features
+) -> Signature:
+    """A call that needs the kernel; its lengths do not matter."""
     heads, seqlen = 1, 128
 
-    def facts(shape: tuple[int, ...], name: str | None) -> ArrayFacts | None:
-        if name is None:
-            return None
+    def facts(shape: tuple[int, ...], name: str) -> ArrayFacts:
         a = np.empty(shape, _numpy_dtype(name))
         return ArrayFacts(a.shape, a.strides, a.dtype, 0)
 
     q = facts((heads, seqlen, head_dim), dtype)
-    assert q is not None
-    call = Signature(
+    return Signature(
         q=q,
         k=q,
         v=q,
-        mask=facts((seqlen, seqlen), features["mask"]),
-        bias=facts((seqlen, seqlen), features["bias"]),
-        alibi_slopes=facts((heads,), features["alibi_slopes"]),
-        sink=facts((heads,), features["sink"]),
+        mask=facts((seqlen, seqlen), "bool") if features.mask else None,
+        bias=facts((seqlen, seqlen), features.bias) if features.bias else None,
+        alibi_slopes=facts((heads,), "float32") if features.alibi_slopes else None,
+        sink=facts((heads,), "float32") if features.sink else None,
         out=None,
         causal=causal,
-        window=(seqlen, None if causal else seqlen) if window else None,
-        softcap=1.0 if softcap else None,
+        window=(seqlen, None if causal else seqlen) if features.window else None,
+        softcap=1.0 if features.softcap else None,
         scale=None,
         layout="bhsd",
         return_lse=return_lse,
         algorithm="auto",
         aligned=True,
     )
-    return make_key(make_problem(call), device)
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    if name not in (*FLOAT_DTYPES, "bool"):
-        raise ArgumentError(f"dtype is {name!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
     scalar: Any = name
     if name == "bfloat16":
         from ml_dtypes import bfloat16 as scalar

@@ -1,5 +1,5 @@
-// ex2.approx (2 ulp) and rcp.approx (1 ulp), denormals flush to zero; products that are rounded before anything is
-// added to them, where the compiler would fuse the two.
+// ex2.approx (2 ulp, denormals flush to zero), and products that are rounded before anything is added to them, where
+// the compiler would fuse the two.
 #pragma once
 #include "base/types.cuh"
 
@@ -8,12 +8,6 @@ namespace ptx {
 DEVICE f32 ex2_approx(f32 x) {
   f32 y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-DEVICE f32 rcp_approx(f32 x) {
-  f32 y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
