@@ -1,0 +1,99 @@
+"""Options as plain values: what a caller may write, reduced to what the caches can hash.
+
+Each function raises if the value is of the wrong kind, before anything else looks at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from cufa.errors import ArgumentError, DTypeError
+
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+LAYOUTS = ("bhsd", "bshd")
+ALGORITHMS = ("auto", "fa2")
+CAUSAL = (False, True, "top_left")
+#: Lengths stay below this so that row + diagonal + window fits a signed 32-bit integer in the
+#: kernels.
+MAX_SEQLEN = (1 << 30) - 1
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Name of a dtype; bfloat16 is the one of `ml_dtypes`."""
+    return dtype.name
+
+
+def plain_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """An option that is one of a few words or truth values."""
+    if isinstance(value, np.bool_):
+        value = bool(value)
+    if not (isinstance(value, (bool, str)) and value in allowed):
+        raise ArgumentError(
+            f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+        )
+    return value
+
+
+def plain_window(window: Any) -> tuple[int | None, int | None]:
+    """A window as two plain integers, None for an open side."""
+    if not (isinstance(window, Sequence) and not isinstance(window, str) and len(window) == 2):
+        raise ArgumentError(f"window is {window!r}; it must be a pair (left, right) or None")
+    return _bound("left", window[0]), _bound("right", window[1])
+
+
+def _bound(side: str, bound: Any) -> int | None:
+    if bound is None:
+        return None
+    try:
+        bound = operator.index(bound)
+    except TypeError:
+        raise DTypeError(
+            f"window has {side} bound {bound!r}; it must be an integer or None"
+        ) from None
+    if bound < -1:
+        raise ArgumentError(
+            f"window has {side} bound {bound}; it must be at least 0 (keys on that side of the "
+            "diagonal, inclusive), or None or -1 for no bound"
+        )
+    return None if bound == -1 else min(bound, MAX_SEQLEN)
+
+
+def plain_number(name: str, value: Any) -> float:
+    """An option as a plain float, from any kind of real number that is in host memory."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if not isinstance(value, Real):
+        raise DTypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be a real number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ArgumentError(f"{name} is {value}; it must be finite") from None
+
+
+def plain_integer(name: str, value: Any, least: int) -> int:
+    """An option as a plain integer."""
+    try:
+        value = operator.index(value)
+    except TypeError:
+        raise DTypeError(
+            f"{name} is {value!r}, a {type(value).__name__}; it must be an integer"
+        ) from None
+    if value < least:
+        raise ArgumentError(f"{name} is {value}; it must be at least {least}")
+    return int(value)
+
+
+def plain_dtype(name: str, value: Any) -> str:
+    """An option that names one of the float dtypes, by its name or as NumPy writes it."""
+    if not isinstance(value, str):
+        with contextlib.suppress(TypeError):
+            value = dtype_name(np.dtype(value))
+    if value not in FLOAT_DTYPES:
+        raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
+    return str(value)
