@@ -82,6 +82,14 @@ def namespace(a: Any) -> ModuleType:
     return np
 
 
+def narrowed(a: Any, dtype: str) -> Any:
+    """`a` in a float dtype; what is finite stays finite, so that a lowest number is no infinity."""
+    if a.dtype.itemsize <= np.dtype(dtype).itemsize:
+        return a.astype(dtype)
+    xp, limit = namespace(a), float(np.finfo(dtype).max)
+    return xp.where(xp.isinf(a), a, xp.clip(a, -limit, limit)).astype(dtype)
+
+
 def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
     """Raise if `out` shares an element with an input: it would be overwritten while still read."""
     begin, end = _span(out)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cufa.arrays import Arrays, check_overlap
+from cufa.arrays import Arrays, check_overlap, narrowed
 from cufa.errors import ArgumentError
 from cufa.problem import Problem, Signature, make_problem
 
@@ -139,7 +139,7 @@ def _tiling(problem: Problem) -> _Tiling:
     span = problem.seqlen_k  # keys that the rows of one block see
     if problem.band.left is not None and problem.band.right is not None:
         width = problem.band.left + problem.band.right + 1
-        rows = min(rows, max(64, width))  # as many rows again as keys would be masked
+        rows = min(rows, max(128, width))  # more rows would see few of each other's keys
         span = min(span, rows + width)
     rows = _even_parts(problem.seqlen_q, rows)
     keys = _even_parts(span, max(1, min(_BLOCK_SCORES // _BLOCK_ROWS, longest)))
@@ -152,9 +152,11 @@ def _tiling(problem: Problem) -> _Tiling:
 
 def _even_parts(size: int, limit: int) -> int:
     """Size of the parts, at most `limit`, of a length that is to be cut into nearly equal ones."""
-    parts = max(1, math.ceil(size / limit))
-    part = max(1, math.ceil(size / parts))
-    return part if parts == 1 else min(limit, part + -part % 64)
+    if size <= limit:
+        return max(1, size)
+    step = min(64, limit)  # whole tiles, see _matmul
+    part = math.ceil(size / math.ceil(size / limit))
+    return min(part + -part % step, limit - limit % step)
 
 
 def _run_tasks(problem: Problem, views: _Views, tiling: _Tiling) -> None:
@@ -247,7 +249,9 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
     folded = (*split[:2], split[2] * split[3])  # batch, kv_heads, rows of the whole group
     q_scaled = _block(space.q, (*folded, problem.head_dim), order)
     np.copyto(q_scaled.reshape(q.shape), q)
-    q_scaled *= problem.scale
+    fold_scale = 1e-4 < abs(problem.scale) <= 1  # else q * scale might leave the dtype's range
+    if fold_scale:
+        q_scaled *= problem.scale
 
     acc = _block(space.acc, (*folded, problem.head_dim_v), order)
     pv = _block(space.product, acc.shape, order)
@@ -256,10 +260,14 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
     m = np.full((*folded, 1), np.finfo(acc.dtype).min, acc.dtype)
     total = np.zeros_like(m)
     if views.sink is not None:  # a key of score `sink` and value 0
-        sink = np.broadcast_to(views.sink[task[:3]], (*split, 1)).reshape(m.shape).astype(m.dtype)
+        sink = narrowed(views.sink[task[:3]], m.dtype.name)
+        sink = np.broadcast_to(sink, (*split, 1)).reshape(m.shape)
         m = np.maximum(m, sink)
         total = np.exp(sink - m)
 
+    # Weights that vanish beside the row's largest, 1: products with subnormal numbers are many times
+    # slower, and a steep ALiBi slope or a large scale makes whole bands of them.
+    negligible = math.log(np.finfo(acc.dtype).tiny) + 8
     first, last = _visible_keys(problem, rows)
     for start in range(first, last, space.keys):
         keys = slice(start, min(start + space.keys, last))
@@ -267,10 +275,13 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
         v = _operand(views.v[batches, kv_heads, keys], space.v, "C")
         s = _block(space.scores, (*folded, keys.stop - keys.start), order)
         _matmul(q_scaled, k.swapaxes(-1, -2), s)  # S = Q K^T
+        if not fold_scale:
+            s *= problem.scale
         _modify_scores(problem, views, s.reshape(*split, -1), task, keys)
 
         m_new = np.maximum(m, s.max(axis=-1, keepdims=True))
         s -= m_new
+        np.copyto(s, -np.inf, where=s < negligible)
         p = np.exp(s, out=s)  # P = exp(S - m)
         rescale = np.exp(m - m_new)  # acc and total so far are relative to the previous m
         total = total * rescale + p.sum(axis=-1, keepdims=True)
@@ -344,18 +355,16 @@ def _modify_scores(problem: Problem, views: _Views, s: Array, task: Task, keys: 
     """Softcap, ALiBi, bias and masks, in this order, in place."""
     rows = task[3]
     if problem.softcap is not None:
-        # Beyond the dtype's range a cap is no cap, and infinity * tanh(0) would be NaN.
-        cap = min(problem.softcap, float(np.finfo(s.dtype).max))
-        s /= cap
+        s /= problem.softcap
         np.tanh(s, out=s)
-        s *= cap
+        s *= problem.softcap
     if views.alibi_slopes is not None:
         shift = problem.seqlen_k - problem.seqlen_q
         distance = _offsets(rows, keys, shift).astype(s.dtype)
         np.abs(distance, out=distance)
-        s -= views.alibi_slopes[task[:3]].astype(s.dtype) * distance
+        s -= narrowed(views.alibi_slopes[task[:3]], s.dtype.name) * distance
     if views.bias is not None:
-        s += _distinct(views.bias[(*task, keys)]).astype(s.dtype)
+        s += narrowed(_distinct(views.bias[(*task, keys)]), s.dtype.name)
     if views.mask is not None:
         # Infinity where a key takes part, else -infinity. A masked copy is slower: it branches at
         # every element. fmin and not minimum, since a hidden score may be NaN.

@@ -54,10 +54,14 @@ def broadcast(*shape, dtype="float32"):
 BAD_CALLS = {
     ArgumentError: [
         ({"layout": "bsh"}, r"layout is 'bsh'; .*'bhsd', 'bshd'"),
-        ({"layout": None}, r"layout is None, of type NoneType"),
+        ({"layout": None}, r"layout is None; .*'bhsd', 'bshd'"),
         ({"algorithm": "fa9"}, r"algorithm is 'fa9'; .*'auto'"),
         ({"causal": "bottom"}, r"causal is 'bottom'; .*'top_left'"),
-        ({"causal": 1}, r"causal is 1, of type int"),
+        ({"causal": 1}, r"causal is 1; .*False, True, 'top_left'"),
+        ({"return_lse": "no"}, r"return_lse is 'no'; .*False, True"),
+        ({"return_lse": np.array([1, 2])}, r"return_lse is array.*False, True"),
+        ({"window": {1, 2}}, r"window is \{1, 2\}; .*pair"),
+        ({"scale": 10**400}, r"scale is 1000.*finite"),
         ({"window": 4}, r"window is 4; .*pair"),
         ({"window": (1, 2, 3)}, r"window is \(1, 2, 3\); .*pair"),
         ({"window": (-3, 0)}, r"left bound -3; .*at least 0"),
@@ -77,13 +81,17 @@ BAD_CALLS = {
     DTypeError: [
         ({"window": (1.5, 0)}, r"left bound 1\.5; .*integer or None"),
         ({"window": (0, "a")}, r"right bound 'a'; .*integer or None"),
-        ({"scale": "1.0"}, r"scale is '1\.0'; .*number"),
-        ({"scale": [1.0]}, r"scale is a list; .*number"),
-        ({"scale": 1j}, r"scale is a complex; .*number"),
-        ({"softcap": "x"}, r"softcap is 'x'; .*number"),
+        ({"scale": "1.0"}, r"scale is '1\.0', a str; .*number"),
+        ({"scale": bytearray(b"1")}, r"scale is bytearray.*number"),
+        ({"scale": np.array("1")}, r"scale is .*str_; .*number"),
+        ({"scale": np.complex64(1j)}, r"scale is .*complex64; .*number"),
+        ({"scale": [1.0]}, r"scale is \[1\.0\], a list; .*number"),
+        ({"scale": 1j}, r"scale is 1j, a complex; .*number"),
+        ({"softcap": "x"}, r"softcap is 'x', a str; .*number"),
         ({"q": lambda xp, call: [[1.0]]}, r"q is a list; .*NumPy or CuPy"),
         ({"k": lambda xp, call: None}, r"k is a NoneType"),
         ({"mask": lambda xp, call: True}, r"mask is a bool"),
+        ({"bias": lambda xp, call: np.float64(1)}, r"bias is a float64; .*np\.asarray"),
         (
             {"q": ones(2, 6, 5, 8, dtype="int32")},
             r"q is int32; .*float16, bfloat16, float32, float64",
@@ -160,7 +168,7 @@ BAD_MERGES = {
     ],
     DTypeError: [
         ({"out_b": ones(2, 6, 5, 4, dtype="float16")}, r"out_a is float32 and out_b is float16"),
-        ({"lse_b": ones(2, 6, 5, dtype="float64")}, r"lse_a is float32 and lse_b is float64"),
+        ({"lse_b": ones(2, 6, 5, dtype="float64")}, r"lse_b is float64; .*must be float32"),
         ({"out_a": ones(2, 6, 5, 4, dtype="int32")}, r"out_a is int32; it takes float16"),
         ({"lse_a": ones(2, 6, 5, dtype="int64")}, r"lse_a is int64; it takes float16"),
         ({"out_a": lambda xp, call: 3.0}, r"out_a is a float"),
@@ -171,6 +179,7 @@ BAD_DROPOUT = [
     (-0.1, ArgumentError, r"dropout_p is -0\.1; .*at least 0"),
     (1.0, ArgumentError, r"dropout_p is 1\.0; .*below 1"),
     (math.nan, ArgumentError, r"dropout_p is nan"),
+    (None, DTypeError, r"dropout_p is None, a NoneType; .*number"),
     (0.1, UnsupportedError, r"dropout_p is 0\.1; .*only 0\.0"),
 ]
 

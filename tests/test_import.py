@@ -16,6 +16,7 @@ PACKAGE = Path(cufa.__file__).parent
 #: A module imports from rows above its own only.
 LAYERS = (
     ("errors", "reference"),
+    ("options",),
     ("problem", "bounds"),
     ("arrays", "gpu.device", "testing", "numerics"),
     ("gpu.config", "gpu.registry", "gpu.params"),

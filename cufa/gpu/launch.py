@@ -10,7 +10,7 @@ import cupy
 from cupy.cuda import Device as CudaDevice
 from cupy.cuda import runtime
 
-from cufa.arrays import Arrays, are_aligned, check_overlap, describe
+from cufa.arrays import Arrays, are_aligned, check_overlap, describe, narrowed
 from cufa.gpu import build
 from cufa.gpu.device import get_device
 from cufa.gpu.params import POINTERS
@@ -76,7 +76,7 @@ def _convert(
     facts: dict[str, Any] = {}
     for name, dtype in conversions.items():
         a = getattr(arrays, name)
-        copies[name] = cupy.ascontiguousarray(a if dtype is None else a.astype(dtype))
+        copies[name] = cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
         facts[name] = describe(name, copies[name])
     arrays = arrays._replace(**copies)
     return call._replace(aligned=are_aligned(arrays), **facts), arrays
