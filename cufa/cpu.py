@@ -265,8 +265,8 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
         m = np.maximum(m, sink)
         total = np.exp(sink - m)
 
-    # Weights that vanish beside the row's largest, 1: products with subnormal numbers are many times
-    # slower, and a steep ALiBi slope or a large scale makes whole bands of them.
+    # Weights below vanish beside the row's largest, which is 1, and are set to 0: products with
+    # subnormal numbers are many times slower, and a steep ALiBi slope makes whole bands of them.
     negligible = math.log(np.finfo(acc.dtype).tiny) + 8
     first, last = _visible_keys(problem, rows)
     for start in range(first, last, space.keys):
@@ -281,7 +281,9 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
 
         m_new = np.maximum(m, s.max(axis=-1, keepdims=True))
         s -= m_new
-        np.copyto(s, -np.inf, where=s < negligible)
+        counts = s >= negligible
+        if not counts.all():
+            s /= counts  # a negative number by 0: -inf
         p = np.exp(s, out=s)  # P = exp(S - m)
         rescale = np.exp(m - m_new)  # acc and total so far are relative to the previous m
         total = total * rescale + p.sum(axis=-1, keepdims=True)

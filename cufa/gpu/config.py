@@ -14,9 +14,9 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 class Config(NamedTuple):
     """How a kernel divides its work.
 
-    A block of `threads` threads takes `block_m` queries and walks over the keys `block_n` at a
-    time. `stages` is the number of key/value tiles it holds; `blocks_per_sm` blocks are to fit on a
-    multiprocessor at once, which bounds the registers of a thread.
+    A block of `threads` threads takes `block_m` queries (the paper's B_r) and walks over the keys
+    `block_n` (B_c) at a time; it holds the keys of `stages` such steps at once. `blocks_per_sm`
+    blocks are to fit on a multiprocessor together, which bounds the registers of a thread.
     """
 
     block_m: int
@@ -46,7 +46,6 @@ _TABLE = (
     _Row("fa2_fwd",        2, False,      256,     ANY, Config(    64, 32,   128,     1,        1)),
     _Row("fa2_fwd_simt",   4,  True,      128,     ANY, Config(    64, 64,   256,     1,        2)),
     _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    64, 64,   256,     1,        1)),
-    _Row("fa2_fwd_simt",   4, False,      128,     ANY, Config(    32, 32,   256,     1,        1)),
     _Row("fa2_fwd_simt",   4, False,      256,     ANY, Config(    32, 32,   256,     1,        1)),
     _Row("fa2_fwd_simt",   4, False,      256,     ANY, Config(    16, 16,   128,     1,        1)),
     _Row("fa2_fwd_simt",   8, False,      128,     ANY, Config(    64, 32,   256,     1,        1)),
@@ -74,7 +73,7 @@ def smem_bytes(
         return rows * (cols * accumulator + 16)
 
     k, v = padded(n, head_dim), padded(n, head_dim_v)
-    return padded(m, head_dim) + padded(m, n) + (max(k, v) if config.stages == 1 else k + v)
+    return padded(m, head_dim) + padded(m, n) + max(k, v)
 
 
 def get_best_config(

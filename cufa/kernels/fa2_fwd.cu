@@ -7,6 +7,7 @@
 //   smem  one tile of Q, one of K, one of V
 #include "attn/epilogue.cuh"
 #include "attn/key_range.cuh"
+#include "attn/score_mod.cuh"
 #include "attn/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/copy_async.cuh"
@@ -15,55 +16,57 @@
 using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileK = SwizzledTile<kBlockN, kHeadDim>;
 using TileV = SwizzledTile<kBlockN, kHeadDimV>;
-constexpr int kRowTiles = kBlockM / (16 * (kThreads / 32));
+constexpr int kWarps = kThreads / 32;
+constexpr int kRowTiles = kBlockM / (16 * kWarps);
 using Scores = MmaFragment<kRowTiles, kBlockN / 8>;
 using Output = MmaFragment<kRowTiles, kHeadDimV / 8>;
 
-static_assert(kBlockM == kRowTiles * 16 * (kThreads / 32), "every warp owns whole 16-row tiles");
-static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/plan.py");
+static_assert(kBlockM == kRowTiles * 16 * kWarps, "every warp owns whole 16-row tiles");
+static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/config.py");
 static_assert(kAligned && kStages == 1);
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) fa2_fwd(const __grid_constant__ Params p) {
-  const Tile tile(p, ptx::ctaid_x());                // which rows, which head, which sequence
-  const KeyRange keys = visible_keys(p, tile);       // blocks that no row can see are never loaded
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+fa2_fwd(const __grid_constant__ Params p) {
+  const Tile tile(p, ptx::ctaid_x());           // which rows, which head, which sequence
+  const KeyRange keys = visible_keys(p, tile);  // blocks that no row can see are never loaded
   const u32 smem = ptx::smem_address(ptx::dynamic_smem());
-  const TileQ q{smem};
-  const TileK k{smem + TileQ::kBytes};
-  const TileV v{smem + TileQ::kBytes + TileK::kBytes};
+  const TileQ q_smem{smem};
+  const TileK k_smem{smem + TileQ::kBytes};
+  const TileV v_smem{smem + TileQ::kBytes + TileK::kBytes};
   const auto load_k = [&](int n) {
-    copy_rows_async(k, tile.k(p), p.k_stride.row, n * kBlockN, p.seqlen_k, p.head_dim);
+    copy_rows_async(k_smem, tile.k(p), p.k_stride.row, n * kBlockN, p.seqlen_k, p.head_dim);
     ptx::cp_async_commit_group();
   };
   const auto load_v = [&](int n) {
-    copy_rows_async(v, tile.v(p), p.v_stride.row, n * kBlockN, p.seqlen_k, p.head_dim_v);
+    copy_rows_async(v_smem, tile.v(p), p.v_stride.row, n * kBlockN, p.seqlen_k, p.head_dim_v);
     ptx::cp_async_commit_group();
   };
 
-  copy_rows_async(q, tile.q(p), p.q_stride.row, tile.row0, p.seqlen_q, p.head_dim);
-  if (keys.first < keys.last) load_k(keys.first);
   Output o;
   o.clear();
-  OnlineSoftmax<Output::kRows> softmax(exponent_scale(p));
-
+  OnlineSoftmax<Output::kRows> softmax(p);
+  if (keys.first < keys.last) {
+    copy_rows_async(q_smem, tile.q(p), p.q_stride.row, tile.row0, p.seqlen_q, p.head_dim);
+    load_k(keys.first);                         // in one group with Q
+  }
   for (int n = keys.first; n < keys.last; ++n) {
-    ptx::cp_async_wait_group<0>();
-    ptx::bar_sync();                                 // K of block n is here; all have used V of block n - 1
-    load_v(n);                                       // runs under S = Q K^T
-    Scores s;
-    matmul_nt(s, q, k);                              // S = Q K^T
     const int key0 = n * kBlockN;
+    ptx::cp_async_wait_group<0>();
+    ptx::bar_sync();                            // K of block n is here, V of block n - 1 was used
+    load_v(n);                                  // runs under S = Q K^T
+    Scores s;
+    matmul_nt(s, q_smem, k_smem);               // S = Q K^T
     score_mod(s, p, tile, key0);
     if (keys.is_partial(n)) apply_mask(s, p, tile, key0);
-    softmax.update(s, o);                            // S becomes P; O follows the new row maximum
+    softmax.update(s, o);                       // S becomes P; O follows the new row maximum
     ptx::cp_async_wait_group<0>();
-    ptx::bar_sync();                                 // V of block n is here; all have used K of block n
-    if (n + 1 < keys.last) load_k(n + 1);            // runs under O += P V
-    matmul_nn(o, narrow(s), v);                      // O += P V
+    ptx::bar_sync();                            // V of block n is here, K of block n was used
+    if (n + 1 < keys.last) load_k(n + 1);       // runs under O += P V
+    matmul_nn(o, narrow(s), v_smem);            // O += P V
   }
-  ptx::cp_async_wait_group<0>();                     // Q, if there was no key at all
 
   Real lse[Output::kRows];
-  softmax.finish(o, sink_of(p, tile), lse);
+  softmax.finish(o, p, tile, lse);              // divides by l
   store_output(o, p, tile);
   store_lse(o, lse, p, tile);
 }

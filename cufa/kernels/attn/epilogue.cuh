@@ -2,11 +2,6 @@
 #pragma once
 #include "attn/tile.cuh"
 
-DEVICE Real sink_of(const Params& p, const Tile& tile) {
-  if constexpr (kSink) return static_cast<const Real*>(p.sink)[tile.head * p.sink_stride_head];
-  else return 0;
-}
-
 template <class Output> DEVICE void store_output(Output& o, const Params& p, const Tile& tile) {
   constexpr int kRun = Output::kRun;
 #pragma unroll
@@ -31,12 +26,14 @@ template <class Output> DEVICE void store_output(Output& o, const Params& p, con
   }
 }
 
-template <class Output, int kRows> DEVICE void store_lse(const Output& o, const Real (&lse)[kRows], const Params& p, const Tile& tile) {
+template <class Output, int kRows>
+DEVICE void store_lse(const Output& o, const Real (&lse)[kRows], const Params& p,
+                      const Tile& tile) {
   if constexpr (!kLse) return;
   Real* out = static_cast<Real*>(p.lse) + (i64(tile.batch) * p.heads + tile.head) * p.seqlen_q;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = tile.row0 + o.row(r);
-    if (o.col(0) == 0 && row < p.seqlen_q) out[row] = lse[r];  // one lane of those that share the row
+    if (o.col(0) == 0 && row < p.seqlen_q) out[row] = lse[r];  // one lane of those that share it
   }
 }

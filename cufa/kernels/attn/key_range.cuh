@@ -4,7 +4,7 @@
 
 struct KeyRange {
   int first, last;              // blocks first .. last - 1: no row sees a key of the others
-  int whole_first, whole_last;  // of these, every row sees every key that the band bounds
+  int whole_first, whole_last;  // whole_first .. whole_last - 1 lie inside every row's bounds
 
   DEVICE bool is_partial(int n) const { return kMask || n < whole_first || n >= whole_last; }
 };

@@ -12,11 +12,14 @@ DEVICE int row_end(const Params& p, int row) {
 }
 
 // Scores of hidden keys become -inf. key0 is the key of column 0.
-template <class Fragment> DEVICE void apply_mask(Fragment& s, const Params& p, const Tile& tile, int key0) {
+template <class Fragment>
+DEVICE void apply_mask(Fragment& s, const Params& p, const Tile& tile, int key0) {
 #pragma unroll
   for (int r = 0; r < Fragment::kRows; ++r) {
     const int row = tile.row0 + s.row(r);
-    const int begin = row_begin(p, row) - key0, end = row < p.seqlen_q ? row_end(p, row) - key0 : 0;
+    const bool exists = row < p.seqlen_q;  // beyond, its bounds might not fit an int
+    const int begin = exists ? row_begin(p, row) - key0 : 0;
+    const int end = exists ? row_end(p, row) - key0 : 0;
     const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, row);
 #pragma unroll
     for (int c = 0; c < Fragment::kCols; ++c) {

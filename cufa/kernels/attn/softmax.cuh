@@ -1,17 +1,21 @@
-// Online softmax over the rows of a fragment: Dao, arXiv:2307.08691, Algorithm 1, lines 9, 10 and 12 to 13.
+// Online softmax over the rows of a fragment.
+// Source: Dao, arXiv:2307.08691, Algorithm 1, lines 9, 10, 12 and 13.
 #pragma once
-#include "attn/score_mod.cuh"
+#include "attn/tile.cuh"
+#include "base/math.cuh"
 #include "tile/reduce.cuh"
 
-// Above this exponent of 2, scale * s and scale * m, rounded apart, would differ by more than s and m do.
+// Beyond this exponent of 2, to round scale * s and scale * m apart costs more than their
+// difference is worth: subtract first, then scale.
 constexpr f32 kFoldLimit = 16384.f;
 
 template <int kRows> struct OnlineSoftmax {
-  Real scale;     // from scores to exponents of 2
+  Real scale;     // from scores, as score_mod leaves them, to exponents of 2
   Real m[kRows];  // largest score so far
   Real l[kRows];  // this lane's part of sum exp2(scale * (s - m))
 
-  DEVICE explicit OnlineSoftmax(Real exponent_scale) : scale(exponent_scale) {
+  DEVICE explicit OnlineSoftmax(const Params& p)
+      : scale(kFoldScale ? Real(p.scale * kLog2e) : Real(kLog2e)) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0;
   }
@@ -36,7 +40,10 @@ template <int kRows> struct OnlineSoftmax {
   }
 
   // Divides the output by l; returns lse, natural log. A row that saw no key gives 0 and -inf.
-  template <class Output> DEVICE void finish(Output& o, Real sink, Real (&lse)[kRows]) {
+  template <class Output>
+  DEVICE void finish(Output& o, const Params& p, const Tile& tile, Real (&lse)[kRows]) {
+    Real sink = 0;
+    if constexpr (kSink) sink = static_cast<const Real*>(p.sink)[tile.head * p.sink_stride_head];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       Real sum = row_sum<Output::kRowLanes>(l[r]), rescale = 1;
@@ -67,7 +74,8 @@ template <int kRows> struct OnlineSoftmax {
       for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
       return rescale;
     }
-    const Real shift = top == -infinity() ? Real(0) : top;  // a row without a key yet: -inf - -inf would be NaN
+    // A row without a key yet: -inf - -inf would be NaN.
+    const Real shift = top == -infinity() ? Real(0) : top;
     const Real rescale = exp2_of((m[r] - shift) * scale);
 #pragma unroll
     for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) = exp2_of((s.at(r, c) - shift) * scale);

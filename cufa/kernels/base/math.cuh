@@ -3,7 +3,7 @@
 #include "base/dtype.cuh"
 #include "ptx/math.cuh"
 
-DEVICE Real infinity() { return Real(__int_as_float(0x7f800000)); }
+DEVICE Real infinity() { return Real(ptx::mov_f32(0x7f800000)); }
 
 constexpr f64 kLog2e = 1.4426950408889634;
 constexpr f64 kLn2 = 0.6931471805599453;

@@ -6,7 +6,8 @@ namespace ptx {
 
 // Copies src_bytes (0 to 16) and fills up to 16 with zeros. Both addresses are multiples of 16.
 DEVICE void cp_async_cg_16(u32 dst, const void* src, int src_bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(src_bytes)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
+               "r"(src_bytes)
                : "memory");
 }
 

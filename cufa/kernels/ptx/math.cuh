@@ -1,5 +1,5 @@
-// ex2.approx (2 ulp, denormals flush to zero), and products that are rounded before anything is added to them, where
-// the compiler would fuse the two.
+// ex2.approx (2 ulp, denormals flush to zero), and products that are rounded before anything is
+// added to them, where the compiler would fuse the two.
 #pragma once
 #include "base/types.cuh"
 

@@ -1,23 +1,26 @@
-// Global to shared memory by cp.async: rows past the end and columns past the head dim become zeros.
+// Global to shared memory by cp.async; rows past the end and columns past the head dim are zeros.
 #pragma once
 #include "base/config.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/thread.cuh"
 #include "tile/swizzled_tile.cuh"
 
-// One slab of kRows rows of kChunks chunks; `rows` and `cols` are what exists from its first element on.
+// One slab of kRows rows of kChunks chunks; `rows` and `cols` count what exists from its first
+// element on.
 template <int kRows, int kChunks>
 DEVICE void copy_slab_async(u32 slab, const u16* src, i64 stride, int rows, int cols) {
   constexpr int kStep = kThreads / kChunks;  // rows at a time
   const int chunk = ptx::tid_x() % kChunks;
   int row = ptx::tid_x() / kChunks;
   const int bytes = max_of(0, min_of(16, 2 * (cols - 8 * chunk)));
-  const u16* from = src + row * stride + 8 * chunk;  // moves along: a multiple of stride per row would cost registers
+  const u16* from = src + row * stride + 8 * chunk;  // moves along: a product a row costs registers
 #pragma unroll
   for (int t = 0; t < ceil_div(kRows, kStep); ++t) {
     const bool inside = bytes > 0 && row < rows;
-    if (kRows % kStep == 0 || row < kRows)
-      ptx::cp_async_cg_16(swizzled<kChunks>(slab, row, chunk), inside ? from : src, inside ? bytes : 0);
+    if (kRows % kStep == 0 || row < kRows) {
+      const u32 to = swizzled<kChunks>(slab, row, chunk);
+      ptx::cp_async_cg_16(to, inside ? from : src, inside ? bytes : 0);
+    }
     row += kStep;
     from += kStep * stride;
   }
@@ -25,7 +28,8 @@ DEVICE void copy_slab_async(u32 slab, const u16* src, i64 stride, int rows, int 
 
 // Rows first .. first + kRows - 1 of a matrix [rows][cols] whose rows are `stride` elements apart.
 template <int kRows, int kCols>
-DEVICE void copy_rows_async(SwizzledTile<kRows, kCols> dst, const u16* src, i64 stride, int first, int rows, int cols) {
+DEVICE void copy_rows_async(SwizzledTile<kRows, kCols> dst, const u16* src, i64 stride, int first,
+                            int rows, int cols) {
   using Dst = SwizzledTile<kRows, kCols>;
   src += first * stride;
 #pragma unroll

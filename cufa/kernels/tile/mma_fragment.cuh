@@ -10,8 +10,9 @@
 DEVICE int lane() { return ptx::tid_x() % 32; }
 DEVICE int warp() { return ptx::tid_x() / 32; }
 
-// float32 accumulators of one warp: kRowTiles * 16 rows (those of warp w begin at row w * 16 * kRowTiles) by
-// kColTiles * 8 columns. In each 16 x 8 tile a lane holds rows g and g + 8 (g = lane / 4), two columns each.
+// float32 accumulators of one warp: kRowTiles * 16 rows (those of warp w begin at row
+// w * 16 * kRowTiles) by kColTiles * 8 columns. In each 16 x 8 tile a lane holds rows g and g + 8
+// (g = lane / 4), two columns each.
 template <int kRowTiles, int kColTiles> struct MmaFragment {
   static constexpr int kRows = 2 * kRowTiles, kCols = 2 * kColTiles;  // held by one lane
   static constexpr int kRowLanes = 4;                                 // lanes that share a row
@@ -20,7 +21,9 @@ template <int kRowTiles, int kColTiles> struct MmaFragment {
   f32 x[kRowTiles][kColTiles][4];
 
   DEVICE f32& at(int r, int c) { return x[r / 2][c / 2][2 * (r % 2) + c % 2]; }
-  DEVICE static int row(int r) { return 16 * kRowTiles * warp() + lane() / 4 + 16 * (r / 2) + 8 * (r % 2); }
+  DEVICE static int row(int r) {
+    return 16 * kRowTiles * warp() + lane() / 4 + 16 * (r / 2) + 8 * (r % 2);
+  }
   DEVICE static int col(int c) { return 2 * (lane() % 4) + 8 * (c / 2) + c % 2; }
 
   DEVICE void clear() {
@@ -57,7 +60,8 @@ DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA,
   for (int k = 0; k < kDepth / 16; ++k) {
     u32 a_frag[kRowTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x4(a_frag[m], a.at(a_row + 16 * m, k, a_half));
+    for (int m = 0; m < kRowTiles; ++m)
+      ptx::ldmatrix_x4(a_frag[m], a.at(a_row + 16 * m, k, a_half));
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
       u32 b_frag[4];  // two 8-column tiles
@@ -73,7 +77,8 @@ DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA,
 
 // o += p v: v [kSteps * 16][kColTiles * 8] in shared memory.
 template <int kRowTiles, int kColTiles, int kSteps>
-DEVICE void matmul_nn(MmaFragment<kRowTiles, kColTiles>& o, const OperandFragment<kRowTiles, kSteps>& p,
+DEVICE void matmul_nn(MmaFragment<kRowTiles, kColTiles>& o,
+                      const OperandFragment<kRowTiles, kSteps>& p,
                       SwizzledTile<kSteps * 16, kColTiles * 8> v) {
   const int v_row = lane() & 15, v_half = lane() >> 4;
 #pragma unroll
@@ -90,9 +95,11 @@ DEVICE void matmul_nn(MmaFragment<kRowTiles, kColTiles>& o, const OperandFragmen
     }
 }
 
-// Rounds P to 16 bits. The accumulator layout of one product is the A layout of the next: no exchange of lanes.
+// Rounds P to 16 bits. The accumulator layout of one product is the A layout of the next: lanes
+// exchange nothing.
 template <int kRowTiles, int kColTiles>
-DEVICE OperandFragment<kRowTiles, kColTiles / 2> narrow(const MmaFragment<kRowTiles, kColTiles>& s) {
+DEVICE OperandFragment<kRowTiles, kColTiles / 2> narrow(
+    const MmaFragment<kRowTiles, kColTiles>& s) {
   OperandFragment<kRowTiles, kColTiles / 2> p;
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m)

@@ -1,5 +1,5 @@
-// A tile of accumulator-type elements in shared memory. Rows are 16 bytes longer than their content, so that
-// eight rows at one column lie in eight different groups of banks.
+// A tile of accumulator-type elements in shared memory. Rows are 16 bytes longer than their
+// content, so that eight rows at one column lie in eight different groups of banks.
 #pragma once
 #include "base/dtype.cuh"
 #include "ptx/thread.cuh"
@@ -21,7 +21,8 @@ template <int kRows, int kCols> struct PaddedTile {
 
 // Rows first .. first + kRows - 1 of a matrix [rows][cols] in global memory; zeros past its ends.
 template <int kRows, int kCols>
-DEVICE void copy_rows(PaddedTile<kRows, kCols> dst, const Elem* src, i64 stride, int first, int rows, int cols) {
+DEVICE void copy_rows(PaddedTile<kRows, kCols> dst, const Elem* src, i64 stride, int first,
+                      int rows, int cols) {
   constexpr int kRun = kAligned ? 16 / sizeof(Elem) : 1;
   constexpr int kRuns = kCols / kRun;
 #pragma unroll 2

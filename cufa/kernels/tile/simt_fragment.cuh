@@ -4,7 +4,8 @@
 
 constexpr int kColumnLanes = 16;  // half a warp shares its rows and divides the columns
 
-// Each thread owns kRows_ rows and kCols_ columns, the latter in runs of kRun_ that alternate between the lanes.
+// Each thread owns kRows_ rows and kCols_ columns, the latter in runs of kRun_ that alternate
+// between the lanes.
 template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
   static constexpr int kRows = kRows_, kCols = kCols_, kRun = kRun_;
   static constexpr int kRowLanes = kColumnLanes;
@@ -14,7 +15,9 @@ template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
 
   DEVICE Real& at(int r, int c) { return x[r][c]; }
   DEVICE static int row(int r) { return kRows * (ptx::tid_x() / kColumnLanes) + r; }
-  DEVICE static int col(int c) { return kRun * (ptx::tid_x() % kColumnLanes + c / kRun * kColumnLanes) + c % kRun; }
+  DEVICE static int col(int c) {
+    return kRun * (ptx::tid_x() % kColumnLanes + c / kRun * kColumnLanes) + c % kRun;
+  }
   DEVICE void clear() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
@@ -25,7 +28,8 @@ template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
 
 // s = a b^T: a [rows][kDepth], b [columns][kDepth], both in shared memory.
 template <int kRows, int kCols, int kRowsA, int kRowsB, int kDepth>
-DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDepth> a, PaddedTile<kRowsB, kDepth> b) {
+DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDepth> a,
+                      PaddedTile<kRowsB, kDepth> b) {
   s.clear();
 #pragma unroll 1
   for (int d = 0; d < kDepth; d += kRealVec) {
@@ -45,7 +49,8 @@ DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDept
 
 // o += p v: p [rows][kDepth], v [kDepth][columns], both in shared memory.
 template <int kRows, int kCols, int kRun, int kRowsP, int kDepth, int kColsV>
-DEVICE void matmul_nn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kRowsP, kDepth> p, PaddedTile<kDepth, kColsV> v) {
+DEVICE void matmul_nn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kRowsP, kDepth> p,
+                      PaddedTile<kDepth, kColsV> v) {
 #pragma unroll 1
   for (int j = 0; j < kDepth; j += kRealVec) {
     RealVec p_run[kRows];
@@ -64,7 +69,7 @@ DEVICE void matmul_nn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kRowsP, kD
   }
 }
 
-// Puts P where matmul_nn reads it. Rows never leave the half-warp that computed them.
+// Puts P where matmul_nn reads it.
 template <int kRows, int kCols, int kRowsP, int kDepth>
 DEVICE void store_tile(PaddedTile<kRowsP, kDepth> p, SimtFragment<kRows, kCols, 1>& s) {
 #pragma unroll

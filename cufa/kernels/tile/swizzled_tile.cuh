@@ -1,9 +1,10 @@
-// A tile of 16-bit elements in shared memory whose 16-byte chunks are permuted within each row, so that eight
-// rows at one chunk lie in eight different groups of banks: ldmatrix and cp.async meet no bank conflicts.
+// A tile of 16-bit elements in shared memory whose 16-byte chunks are permuted within each row, so
+// that eight rows at one chunk lie in eight different groups of banks: ldmatrix and cp.async meet
+// no bank conflicts.
 #pragma once
 #include "base/types.cuh"
 
-// Address of chunk `chunk` of row `row` in a slab whose rows have kChunks chunks (8: 128 bytes, 4: 64 bytes).
+// Address of a chunk in a slab whose rows have kChunks chunks (8: 128 bytes, 4: 64 bytes).
 template <int kChunks> DEVICE u32 swizzled(u32 slab, int row, int chunk) {
   static_assert(kChunks == 8 || kChunks == 4);
   const int place = kChunks == 8 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
@@ -21,7 +22,8 @@ template <int kRows, int kCols> struct SwizzledTile {
 
   DEVICE u32 slab(int i) const { return base + i * (kRows * 128); }
 
-  // Address of elements [row][16 * step + 8 * half ..]; `step` is known at compile time, and so is the slab.
+  // Address of elements [row][16 * step + 8 * half ..]; as `step` is known at compile time, so is
+  // the slab.
   DEVICE u32 at(int row, int step, int half) const {
     const int i = step / 4, chunk = 2 * (step % 4) | half;
     return i < kWholeSlabs ? swizzled<8>(slab(i), row, chunk) : swizzled<4>(slab(i), row, chunk);
