@@ -93,6 +93,8 @@ def attention(
         An array of integers, two dtypes, a mask that is not boolean, an object that is no array.
     ArgumentError
         An option outside its range, an `out` that overlaps an input.
+    BuildError
+        On the GPU: NVRTC is missing, or the driver does not load the kernel.
     DeviceError
         Arrays on different devices, NumPy mixed with CuPy.
     UnsupportedError

@@ -103,7 +103,7 @@ def _sizes(
     q, k = (abs(np.asarray(a, np.float64)) for a in (q, k))
     scale = None if scale is None else abs(scale)
     product = reference.scores(q, k, scale=scale, layout=layout)
-    later = np.full((1, 1, 1, 1), softcap or 0.0)
+    later = np.minimum(softcap, product) if softcap else np.zeros((1, 1, 1, 1))
     if bias is not None:
         later = later + abs(np.asarray(bias, np.float64))
     if alibi_slopes is not None:

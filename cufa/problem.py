@@ -31,7 +31,7 @@ class ArrayFacts(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """One call of `attention`, as facts and options; the key of every cache behind it."""
+    """One call of `attention` as facts and options; the key of the caches of its meaning."""
 
     q: ArrayFacts
     k: ArrayFacts
@@ -48,7 +48,7 @@ class Signature(NamedTuple):
     layout: str
     return_lse: bool
     algorithm: str
-    #: Every pointer is a multiple of 16 bytes.
+    #: q, k, v and out start at multiples of 16 bytes; True on the CPU.
     aligned: bool
 
 

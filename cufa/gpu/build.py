@@ -86,15 +86,7 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     For an architecture newer than the compiler knows, PTX of the newest one it knows; that needs
     the driver.
     """
-    try:
-        from cuda.bindings import nvrtc
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise BuildError(
-            f"{key.kernel} needs NVRTC ({error}); install cufa[cuda12] or cufa[cuda13], "
-            "whichever CUDA your CuPy is for"
-        ) from error
-    status, *_, known = nvrtc.nvrtcGetSupportedArchs()
+    status, *_, known = _nvrtc().nvrtcGetSupportedArchs()
     if status:
         raise BuildError(f"NVRTC cannot be asked for its architectures: {status}")
     if key.arch < min(known):
@@ -102,6 +94,8 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
             f"{key.kernel} for sm_{key.arch}: the installed NVRTC knows sm_{min(known)} and later; "
             "install an older one"
         )
+    from cuda.core import Program, ProgramOptions
+
     arch = max(a for a in known if a <= key.arch)
     options = ProgramOptions(
         name=f"{key.kernel}.cu",
@@ -127,6 +121,18 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     return bytes(code), log.getvalue().replace("\0", "")
 
 
+def _nvrtc() -> Any:
+    try:
+        import cuda.core  # noqa: F401
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise BuildError(
+            f"kernels are compiled by NVRTC, and {error}; install cufa with the extra cuda12 or "
+            "cuda13, whichever your CuPy is for"
+        ) from error
+    return nvrtc
+
+
 def _debugging() -> bool:
     return bool(os.environ.get("CUFA_DEBUG"))
 
@@ -143,9 +149,7 @@ def _compiler_version() -> str:
             continue
     if found:
         return ", ".join(found)
-    from cuda.bindings import nvrtc
-
-    return f"NVRTC {nvrtc.nvrtcVersion()}"
+    return f"NVRTC {_nvrtc().nvrtcVersion()}"
 
 
 def _cache_key(key: KernelKey) -> str:
@@ -247,6 +251,10 @@ def _find_private(name: str) -> Path | None:
 def _load(key: KernelKey) -> Any:
     import cupy
 
-    found = cupy.RawModule(path=str(_cached_file(key))).get_function(key.kernel)
-    found.max_dynamic_shared_size_bytes = key.smem_bytes
+    path = str(_cached_file(key))
+    try:
+        found = cupy.RawModule(path=path).get_function(key.kernel)
+        found.max_dynamic_shared_size_bytes = key.smem_bytes
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise BuildError(f"the driver does not load {path}: {error}") from error
     return found

@@ -57,12 +57,12 @@ _TABLE = (
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The next multiple; head dims are rounded up to 32."""
+    """`n`, or the next multiple above it."""
     return -(-n // multiple) * multiple
 
 
 def smem_bytes(
-    kernel: str, config: Config, accumulator: int, head_dim: int, head_dim_v: int
+    kernel: str, config: Config, accumulator_bytes: int, head_dim: int, head_dim_v: int
 ) -> int:
     """Dynamic shared memory of one block; the kernel asserts the same figure."""
     m, n = config.block_m, config.block_n
@@ -70,7 +70,7 @@ def smem_bytes(
         return 2 * (m * head_dim + n * head_dim + n * head_dim_v)
 
     def padded(rows: int, cols: int) -> int:
-        return rows * (cols * accumulator + 16)
+        return rows * (cols * accumulator_bytes + 16)
 
     k, v = padded(n, head_dim), padded(n, head_dim_v)
     return padded(m, head_dim) + padded(m, n) + max(k, v)
@@ -139,8 +139,8 @@ def find_config(
     device: Device,
 ) -> Config:
     """The first row that fits the problem and the card's shared memory."""
-    accumulator = max(4, ITEMSIZE[dtype])
-    itemsize = ITEMSIZE[dtype] if kernel == "fa2_fwd" else accumulator
+    accumulator_bytes = max(4, ITEMSIZE[dtype])
+    itemsize = ITEMSIZE[dtype] if kernel == "fa2_fwd" else accumulator_bytes
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
     for row in _TABLE:
         fits = (
@@ -150,7 +150,10 @@ def find_config(
             and max(d, dv) <= row.head_dim
             and seqlen <= row.seqlen
         )
-        if fits and smem_bytes(kernel, row.config, accumulator, d, dv) <= device.shared_memory:
+        if (
+            fits
+            and smem_bytes(kernel, row.config, accumulator_bytes, d, dv) <= device.shared_memory
+        ):
             return row.config
     raise UnsupportedError(
         f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} on "

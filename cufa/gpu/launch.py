@@ -14,18 +14,26 @@ from cufa.arrays import Arrays, are_aligned, check_overlap, describe, narrowed
 from cufa.gpu import build
 from cufa.gpu.device import get_device
 from cufa.gpu.params import POINTERS
-from cufa.gpu.plan import Step, make_plan
+from cufa.gpu.plan import make_plan
 from cufa.problem import Problem, Signature, make_problem
 
 _pack_pointers = struct.Struct(f"={len(POINTERS)}Q").pack_into
 
 
+class _Launch(NamedTuple):
+    kernel: Any
+    grid: tuple[int]
+    block: tuple[int]
+    smem_bytes: int
+    params: Any  # without pointers
+
+
 class _Ready(NamedTuple):
-    """A call that needs only pointers any more."""
+    """A call that lacks only its pointers."""
 
     problem: Problem
-    launches: tuple[tuple[Any, Step], ...]
-    #: Arguments that the kernels take in another form, with the dtype they are to have.
+    launches: tuple[_Launch, ...]
+    #: Arguments to be copied first, contiguous, with the dtype they are to have (None: their own).
     conversions: dict[str, str | None]
 
 
@@ -33,11 +41,11 @@ def run(call: Signature, arrays: Arrays) -> Any:
     """`cufa.attention` on CuPy arrays: in the current stream of the arrays' device."""
     device = call.q.device
     if runtime.getDevice() != device:
-        make_problem(call)
+        make_problem(call)  # its errors come before anything else
         with CudaDevice(device):
             return run(call, arrays)
     if arrays.out is not None:
-        make_problem(call)
+        make_problem(call)  # likewise
         check_overlap(arrays.out, arrays._replace(out=None)._asdict())
     ready = _prepare(call)
     if ready.conversions:
@@ -52,7 +60,16 @@ def _prepare(call: Signature) -> _Ready:
     conversions = _conversions(problem)
     if conversions:
         return _Ready(problem, (), conversions)
-    launches = tuple((build.kernel(step.key, call.q.device), step) for step in plan.steps)
+    launches = tuple(
+        _Launch(
+            build.kernel(step.key, call.q.device),
+            (step.grid,),
+            (step.key.config.threads,),
+            step.key.smem_bytes,
+            step.params,
+        )
+        for step in plan.steps
+    )
     return _Ready(problem, launches, conversions)
 
 
@@ -88,9 +105,9 @@ def _launch(ready: _Ready, arrays: Arrays) -> Any:
     if out is None:
         out = cupy.empty(problem.out_shape, q.dtype)
     lse = cupy.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
-    for kernel, step in ready.launches:
-        params = step.params.copy()
-        _pack_pointers(
+    for kernel, grid, block, smem_bytes, template in ready.launches:
+        params = template.copy()
+        _pack_pointers(  # in the order of POINTERS
             params.data,
             0,
             q.data.ptr,
@@ -103,5 +120,5 @@ def _launch(ready: _Ready, arrays: Arrays) -> Any:
             0 if alibi_slopes is None else alibi_slopes.data.ptr,
             0 if sink is None else sink.data.ptr,
         )
-        kernel((step.grid,), (step.block,), (params,), shared_mem=step.smem_bytes)
+        kernel(grid, block, (params,), shared_mem=smem_bytes)
     return out if lse is None else (out, lse)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cufa.problem import Operand, Problem
 
-#: In this order at the front of the struct, so that a launch fills them in one assignment.
+#: In this order at the front of the struct, so that a launch writes them by one `pack_into`.
 POINTERS = ("q", "k", "v", "o", "lse", "mask", "bias", "alibi_slopes", "sink")
 
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])

@@ -27,9 +27,9 @@ class KernelKey(NamedTuple):
     dtype: str
     head_dim: int  # rounded up to a multiple of 32, as head_dim_v
     head_dim_v: int
-    aligned: bool
-    left: bool
-    right: bool
+    aligned: bool  # rows of q, k, v and out start at multiples of 16 bytes
+    left: bool  # keys are bounded on the left of the diagonal
+    right: bool  # on the right: causal, or a window
     mask: bool
     bias: str | None  # its dtype
     alibi: bool
@@ -40,15 +40,15 @@ class KernelKey(NamedTuple):
     config: Config
 
     @property
-    def accumulator(self) -> int:
-        """Bytes of the type that scores and sums have."""
+    def accumulator_bytes(self) -> int:
+        """Size of the type that scores and sums have."""
         return 8 if self.dtype == "float64" else 4
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
         return smem_bytes(
-            self.kernel, self.config, self.accumulator, self.head_dim, self.head_dim_v
+            self.kernel, self.config, self.accumulator_bytes, self.head_dim, self.head_dim_v
         )
 
     def defines(self) -> dict[str, int]:
@@ -71,12 +71,10 @@ class KernelKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One launch. `params` lacks the pointers only."""
+    """One launch of `grid` blocks. `params`, shape (1,), lacks the pointers only."""
 
     key: KernelKey
     grid: int
-    block: int
-    smem_bytes: int
     params: np.ndarray[Any, Any]
 
 
@@ -84,7 +82,6 @@ class Step:
 class Plan:
     """The launches that solve a problem; none if its result is empty."""
 
-    problem: Problem
     steps: tuple[Step, ...]
 
 
@@ -128,7 +125,7 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
 
 
 def _can_fold_scale(problem: Problem) -> bool:
-    """Whether the largest raw score gives the largest exponent, by an ordinary float32."""
+    """Whether scores may stay raw up to the exponent: only a positive factor touches them."""
     modified = problem.softcap or problem.alibi_slopes or problem.bias
     return not modified and 1e-30 < problem.scale < 1e30
 
@@ -142,7 +139,7 @@ def make_plan(problem: Problem, device: Device) -> Plan:
         No kernel serves it, or it has more than 2**31 - 1 query tiles.
     """
     if not problem.batch * problem.heads * problem.seqlen_q:
-        return Plan(problem, ())
+        return Plan(())
     key = make_key(problem, device)
     tiles = -(-problem.seqlen_q // key.config.block_m)
     grid = tiles * problem.heads * problem.batch
@@ -151,5 +148,4 @@ def make_plan(problem: Problem, device: Device) -> Plan:
             f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {grid} "
             f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
-    step = Step(key, grid, key.config.threads, key.smem_bytes, make_params(problem, tiles))
-    return Plan(problem, (step,))
+    return Plan((Step(key, grid, make_params(problem, tiles)),))

@@ -69,7 +69,7 @@ def select(problem: Problem, device: Device) -> KernelSpec:
     else:
         head_dim_text = f"head_dim {head_dim}"
     raise UnsupportedError(
-        f"no kernel for forward of {problem.dtype}, {head_dim_text} on {device.name}:\n"
+        f"no forward kernel for {problem.dtype}, {head_dim_text} on {device.name}:\n"
         + "\n".join(refusals)
         + "\nNumPy inputs run on the CPU backend, which has none of these limits."
     )

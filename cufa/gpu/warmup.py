@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.errors import DeviceError
+from cufa.errors import DeviceError, DTypeError
 from cufa.gpu import build
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
 from cufa.gpu.plan import make_key
@@ -149,6 +149,9 @@ def _call(
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     scalar: Any = name
     if name == "bfloat16":
-        from ml_dtypes import bfloat16 as scalar
+        try:
+            from ml_dtypes import bfloat16 as scalar
+        except ImportError as error:
+            raise DTypeError("bfloat16 is a dtype of the package ml_dtypes; install it") from error
     dtype: np.dtype[Any] = np.dtype(scalar)
     return dtype
