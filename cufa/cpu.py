@@ -127,11 +127,12 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(problem: Problem) -> _Tiling:
-    """Blocks of at most `_BLOCK_SCORES` scores.
+    """Blocks of at most `_BLOCK_SCORES` scores, or half as many of float64.
 
     The query heads of a group are folded into the rows, since they read the same keys. What is
     still too small (decoding, short sequences, narrow windows) is filled with heads and batches.
     """
+    most_scores = _BLOCK_SCORES // (2 if problem.accumulator == "float64" else 1)
     longest = max(1, _BLOCK_ELEMENTS // max(problem.head_dim, problem.head_dim_v))
     rows_limit = min(_BLOCK_ROWS, longest)
     group = min(problem.group, rows_limit)
@@ -142,10 +143,9 @@ def _tiling(problem: Problem) -> _Tiling:
         rows = min(rows, max(128, width))  # more rows would see few of each other's keys
         span = min(span, rows + width)
     rows = _even_parts(problem.seqlen_q, rows)
-    keys = _even_parts(span, max(1, min(_BLOCK_SCORES // _BLOCK_ROWS, longest)))
-    most_scores = _BLOCK_SCORES // (group * rows * keys)
-    most_elements = longest // max(group * rows, keys)
-    pairs = max(1, min(most_scores, most_elements))
+    keys = _even_parts(span, max(1, min(most_scores // _BLOCK_ROWS, longest)))
+    pairs = min(most_scores // (group * rows * keys), longest // max(group * rows, keys))
+    pairs = max(1, pairs)
     kv_heads = min(problem.kv_heads, pairs)
     return _Tiling(min(problem.batch, pairs // kv_heads), kv_heads, group, rows, keys)
 
