@@ -259,11 +259,6 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
     # The lowest finite number in place of the paper's -inf, since -inf - -inf is NaN.
     m = np.full((*folded, 1), np.finfo(acc.dtype).min, acc.dtype)
     total = np.zeros_like(m)
-    if views.sink is not None:  # a key of score `sink` and value 0
-        sink = narrowed(views.sink[task[:3]], m.dtype.name)
-        sink = np.broadcast_to(sink, (*split, 1)).reshape(m.shape)
-        m = np.maximum(m, sink)
-        total = np.exp(sink - m)
 
     # Weights below vanish beside the row's largest, which is 1, and are set to 0: products with
     # subnormal numbers are many times slower, and a steep ALiBi slope makes whole bands of them.
@@ -292,6 +287,14 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
         acc += pv
         m = m_new
 
+    if views.sink is not None:  # a key of value 0, the last: the others must not vanish beside it
+        sink = narrowed(views.sink[task[:3]], m.dtype.name)
+        sink = np.broadcast_to(sink, (*split, 1)).reshape(m.shape)
+        m_new = np.maximum(m, sink)
+        rescale = np.exp(m - m_new)
+        total = total * rescale + np.exp(sink - m_new)
+        acc *= rescale
+        m = m_new
     acc /= np.where(total == 0, 1, total)  # a row that saw no key gives 0
     views.out[task] = acc.reshape(*split, problem.head_dim_v)
     views.lse[task] = (m + np.log(total)).reshape(*split, 1)
