@@ -1,18 +1,22 @@
-"""Both libraries behind one fixture, and the hypothesis profiles.
+"""The fixtures that several modules use, and three hypothesis profiles.
 
-``pytest --hypothesis-profile=ci`` tries five times as many examples, and ``few`` is for runs
-under compute-sanitizer, where each takes a hundred times as long.
+``pytest --hypothesis-profile=ci`` tries five times as many random problems as the default;
+``--hypothesis-profile=few`` tries eight, for compute-sanitizer, under which a kernel takes a
+hundred times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 from hypothesis import settings
 
+from cufa.gpu import build
 from cufa.testing import Case
 
 settings.register_profile("default", deadline=None, print_blob=True, derandomize=False)
@@ -37,6 +41,17 @@ def cupy() -> ModuleType:
 def fit(xp: ModuleType) -> Callable[[Case], Case]:
     """Bends a case so that a run of the GPU tests compiles few kernels; does nothing on NumPy."""
     return (lambda case: case) if xp is np else Case.few_kernels
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the folder cufa/kernels, built from in its place: a test may edit it."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(build.KERNELS, folder)
+    monkeypatch.setattr(build, "KERNELS", folder)
+    build.source.cache_clear()
+    yield folder
+    build.source.cache_clear()
 
 
 def _cupy() -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,10 +49,12 @@ def test_a_kernel_is_compiled_once_and_then_found(folder, compilations):
     assert file.stat().st_mtime_ns == before
 
 
-def test_a_changed_header_means_a_new_kernel(folder, compilations, monkeypatch):
+def test_a_changed_header_of_a_header_means_a_new_kernel(folder, compilations, kernels):
     warm()
-    text = build.source("fa2_fwd")
-    monkeypatch.setattr(build, "source", lambda name: text + "\n// changed\n")
+    assert '"ptx/mma.cuh"' not in (kernels / "fa2_fwd.cu").read_text()
+    with (kernels / "ptx" / "mma.cuh").open("a") as header:
+        header.write("// changed\n")
+    build.source.cache_clear()
     warm()
     assert len(compilations) == 2
     assert len(list(folder.iterdir())) == 2
@@ -99,11 +102,49 @@ def test_a_folder_that_cannot_be_written_costs_one_warning_only(tmp_path):
     assert "CUFA_CACHE_DIR" in job.stderr
 
 
-def test_without_a_home_folder_it_still_works(tmp_path):
+#: Two calls in a process whose user has no home folder; prints compilations, warnings, files.
+HOMELESS = """
+import json, pathlib, sys, warnings
+import cufa
+from cufa.gpu import build
+
+def expanduser(path):
+    raise RuntimeError("Could not determine home directory.")
+
+pathlib.Path.expanduser = expanduser
+compiled = []
+original = build.compile_key
+build.compile_key = lambda key: compiled.append(key.kernel) or original(key)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        cufa.warmup(head_dim=32, dtype="float16", causal=False, arch=90)
+folder = build._private_directory()
+files = [str(path) for path in folder.iterdir()]
+json.dump([compiled, [str(w.message) for w in caught], files], sys.stdout)
+"""
+
+
+def test_without_a_home_folder_kernels_live_as_long_as_the_process():
+    env = {k: v for k, v in os.environ.items() if k not in ("CUFA_CACHE_DIR", "XDG_CACHE_HOME")}
+    job = subprocess.run([sys.executable, "-c", HOMELESS], env=env, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+    compiled, messages, files = json.loads(job.stdout)
+    assert compiled == ["fa2_fwd"]
+    assert len(messages) == 1
+    assert "home" in messages[0]
+    assert "CUFA_CACHE_DIR" in messages[0]
+    assert len(files) == 1
+    assert not Path(files[0]).parent.exists()
+
+
+def test_a_home_folder_that_is_not_there_is_made(tmp_path):
     env = {k: v for k, v in os.environ.items() if k not in ("CUFA_CACHE_DIR", "XDG_CACHE_HOME")}
     env["HOME"] = str(tmp_path / "missing")
     job = subprocess.run([sys.executable, "-c", WARM], env=env, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr
+    assert not job.stderr
+    assert len(list((tmp_path / "missing" / ".cache" / "cufa").iterdir())) == 1
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
@@ -112,6 +153,19 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert build.cache_directory() == tmp_path / "cufa"
     monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "mine"))
     assert build.cache_directory() == tmp_path / "mine"
+
+
+def test_a_relative_xdg_folder_is_ignored(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUFA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert build.cache_directory() == tmp_path / ".cache" / "cufa"
+
+
+def test_a_tilde_in_the_cache_folder_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUFA_CACHE_DIR", "~/kernels")
+    assert build.cache_directory() == tmp_path / "kernels"
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words(folder, monkeypatch):

@@ -169,6 +169,16 @@ BAD_MERGES = {
     DTypeError: [
         ({"out_b": ones(2, 6, 5, 4, dtype="float16")}, r"out_a is float32 and out_b is float16"),
         ({"lse_b": ones(2, 6, 5, dtype="float64")}, r"lse_b is float64; .*must be float32"),
+        ({"lse_a": ones(2, 6, 5, dtype="float16")}, r"lse_a is float16; .*must be float32"),
+        (
+            {name: ones(2, 6, 5, 4, dtype="float16") for name in ("out_a", "out_b")}
+            | {"lse_a": ones(2, 6, 5, dtype="float16")},
+            r"lse_a is float16; .*float16 it must be float32",
+        ),
+        (
+            {name: ones(2, 6, 5, 4, dtype="float64") for name in ("out_a", "out_b")},
+            r"lse_a is float32; .*float64 it must be float64",
+        ),
         ({"out_a": ones(2, 6, 5, 4, dtype="int32")}, r"out_a is int32; it takes float16"),
         ({"lse_a": ones(2, 6, 5, dtype="int64")}, r"lse_a is int64; it takes float16"),
         ({"out_a": lambda xp, call: 3.0}, r"out_a is a float"),
@@ -234,15 +244,20 @@ def test_dropout_is_refused(xp, dropout_p, error, message):
     refuse(cufa.flash_attn_func, {**call, "dropout_p": dropout_p}, error, message)
 
 
-@pytest.mark.parametrize("error", [ArgumentError, ShapeError, DeviceError])
-def test_errors_of_value_are_value_errors(error):
-    assert issubclass(error, ValueError)
-
-
-def test_errors_of_type_are_type_errors():
-    assert issubclass(DTypeError, TypeError)
-    assert issubclass(UnsupportedError, NotImplementedError)
-    assert issubclass(cufa.BuildError, RuntimeError)
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (ArgumentError, ValueError),
+        (ShapeError, ValueError),
+        (DeviceError, ValueError),
+        (DTypeError, TypeError),
+        (UnsupportedError, NotImplementedError),
+        (cufa.BuildError, RuntimeError),
+    ],
+)
+def test_errors_are_also_what_python_would_raise(error, builtin):
+    assert issubclass(error, builtin)
+    assert issubclass(error, cufa.CufaError)
 
 
 def test_the_other_byte_order_is_refused():

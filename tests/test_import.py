@@ -18,15 +18,13 @@ LAYERS = (
     ("errors", "reference"),
     ("options",),
     ("problem", "bounds"),
-    ("arrays", "gpu.device", "testing", "numerics"),
+    ("arrays", "gpu.device", "testing"),
     ("gpu.config", "gpu.registry", "gpu.params"),
     ("gpu.plan",),
     ("gpu.build",),
     ("gpu.launch", "gpu.warmup", "cpu"),
     ("attention",),
-    ("flash_attn", "varlen", "decode", "layers", "score_mod"),
-    ("long", "distributed"),
-    ("tools",),
+    ("flash_attn",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
 ORACLE = {"reference", "bounds", "testing"}
@@ -66,22 +64,20 @@ def libraries(name: str) -> set[str]:
     }
 
 
+def test_every_row_of_layers_names_modules_that_exist():
+    assert {name for row in LAYERS for name in row} == MODULES.keys()
+
+
 def layer(name: str) -> int:
     """Row of a module in `LAYERS`."""
-    rows = [n for n, row in enumerate(LAYERS) if name in row or name.partition(".")[0] in row]
+    rows = [n for n, row in enumerate(LAYERS) if name in row]
     assert rows, f"cufa/{name} has no row in LAYERS"
     return rows[0]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_import_in_one_direction(name):
-    inside = name.rpartition(".")[0]
-    late = {
-        other
-        for other in imported(name)
-        if layer(other) >= layer(name) and (inside in ("", "gpu") or not other.startswith(inside))
-    }
-    assert not late
+    assert not {other for other in imported(name) if layer(other) >= layer(name)}
 
 
 @pytest.mark.parametrize("name", sorted(ORACLE))
@@ -93,7 +89,7 @@ def test_the_formula_needs_numpy_alone():
     assert libraries("reference") <= {"__future__", "typing", "numpy"}
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith(("gpu.", "distributed."))])
+@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith("gpu.")])
 def test_only_the_gpu_folder_imports_gpu_libraries(name):
     assert not libraries(name) & {"cupy", "cupyx", "cuda"}
 
