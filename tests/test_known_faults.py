@@ -1,4 +1,7 @@
-"""Inputs that broke other attention libraries, and what is right here; ids group them by topic."""
+"""Inputs that broke other attention libraries, and what is right here.
+
+known_faults.md says what the ids, such as LG2, stand for.
+"""
 
 from __future__ import annotations
 
@@ -430,7 +433,7 @@ def test_huge_equal_keys_give_the_mean_of_the_values(xp, dtype, value, keys):
 
 
 # ST2
-def test_slices_of_a_fused_projection_need_no_copy(xp):
+def test_q_k_and_v_may_be_heads_of_one_projection(xp):
     values = np.random.default_rng(0).standard_normal((70, 1, 18, 64)).astype("float16")
     heads = values.transpose(1, 0, 2, 3)
     q, k, v = heads[:, :, :16], heads[:, :, 16:17], heads[:, :, 17:]
@@ -438,7 +441,7 @@ def test_slices_of_a_fused_projection_need_no_copy(xp):
 
 
 # ST2: one buffer of q, k and v along the last axis
-def test_interleaved_queries_keys_and_values_need_no_copy(xp):
+def test_q_k_and_v_may_lie_side_by_side(xp):
     values = np.random.default_rng(0).standard_normal((2, 50, 4, 3 * 40)).astype("float16")
     q, k, v = values[..., :40], values[..., 40:80], values[..., 80:]
     check_arrays(xp, q, k, v, causal=True, layout="bshd")
@@ -501,6 +504,47 @@ def test_ty2_a_scale_may_be_any_kind_of_number(xp, scale):
 def test_ty2_a_window_may_be_any_pair_of_integers(xp, window):
     out = cufa.attention(*case(30, 40).arrays(xp), window=window, layout="bshd")
     assert_within_rounding(out, case(30, 40, window=(3, 0)).exact())
+
+
+# Numbers that float32 does not hold, or that a product of them does not.
+
+
+def test_a_scale_does_not_take_queries_out_of_range(xp):
+    one = np.eye(64, dtype="float32")
+    out, _ = check_arrays(xp, 1e30 * one, 1e-30 * one, one, scale=1e10)
+    np.testing.assert_array_equal(to_numpy(out), one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_float64_slopes_may_be_huge(xp, dtype):
+    problem = case(6, dtype=dtype, layout="bhsd")
+    out, _ = check(xp, problem, alibi_slopes=np.full(2, 1e39))
+    np.testing.assert_array_equal(to_numpy(out), problem.arrays(np)[2])
+
+
+@pytest.mark.parametrize("sink", [1e39, -1e39])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_float64_sinks_may_be_huge(xp, dtype, sink):
+    problem, largest = case(6, dtype=dtype), float(np.finfo("float32").max)
+    result = cufa.attention(
+        *problem.arrays(xp), sink=xp.full(2, sink), layout="bshd", return_lse=True
+    )
+    clipped = np.clip(np.full(2, sink), -largest, largest)
+    assert_within_rounding(result, exact(*problem.arrays(np), sink=clipped, layout="bshd"))
+
+
+@pytest.mark.parametrize("softcap", [1e-300, 1e-40, 1e-20, 1e4, 1e10, 1e30, 1e300])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_softcap_may_be_tiny_or_huge(xp, dtype, softcap):
+    check(xp, case(30, 70, head_dim=32, dtype=dtype, softcap=softcap))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 300), (3, 0, 5, 300), (3, 2, 0, 300)])
+def test_an_empty_result_needs_no_kernel(xp, shape):
+    q = xp.zeros(shape, "float32")
+    out, lse = cufa.attention(q, q, q, return_lse=True)
+    assert out.shape == shape
+    assert lse.shape == shape[:3]
 
 
 # Large ones, and those that only a GPU can get wrong.
