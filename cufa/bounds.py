@@ -46,12 +46,13 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
     - Scores: a dot product of d terms, in any order, is off by ``sqrt(d) * eps * |q| @ |k|``: the
       probable bound of Higham and Mary 2019. The certain one has d in place of its root, is never
       met, and would let TF32 pass for float32. Scale, cap, ALiBi, bias, the change to base 2 and
-      the subtraction of the maximum add eps times the size of what they handle.
+      the subtraction of the maximum are a few roundings more: ``4 * eps`` times the size of what
+      they handle.
     - Weights: ``p * expm1(delta)`` for scores that are off by ``delta``, the key's own error and,
       through the sum, the average one.
     - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
-    - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each; in
-      float32 and float64 the smallest normal number, below which a GPU may flush to zero.
+    - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each, or the
+      accumulator's smallest normal number, below which weights may be flushed to zero.
     - The result: two units in the last place of the largest element of its row.
     - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
 
@@ -67,7 +68,7 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
     wide = np.finfo("float64" if q.dtype == np.float64 else "float32")
     eps, tiniest, unit = wide.eps, wide.tiny, 0.0
     if q.dtype.itemsize == 2:
-        tiniest, unit = _spacing(q.dtype, 0) / 2, _spacing(q.dtype, 1) / 2
+        tiniest, unit = max(tiniest, _spacing(q.dtype, 0) / 2), _spacing(q.dtype, 1) / 2
     sums = (math.sqrt(scores.shape[3]) + 8) * eps
 
     with np.errstate(all="ignore"):
@@ -78,7 +79,8 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
         delta = (math.sqrt(q.shape[-1]) + 4) * product + 4 * (later + abs(base))
         delta = np.where(p == 0, 0, eps * delta)
         average = (p * delta).sum(-1, keepdims=True)
-        bound = np.minimum(p * np.expm1(delta + average), 1) @ values
+        moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
+        bound = moved @ values
         bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
         bound += 2 * _spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cufa
@@ -14,6 +14,7 @@ from cufa import cpu, reference
 from cufa.bounds import Exact, exact
 from cufa.testing import (
     CONTIGUOUS,
+    FLOATS,
     Case,
     assert_within_rounding,
     cases,
@@ -49,6 +50,55 @@ def head_axis(case: Case) -> int:
     return -2 if case.layout == "bshd" else -3
 
 
+# Weights of 1e-7 beside a sink: rounded to float16 they have few digits left.
+@example(
+    case=Case(
+        seqlen_q=1,
+        seqlen_k=300,
+        head_dim=16,
+        head_dim_v=16,
+        dtype="float16",
+        rank=3,
+        scores="negative",
+        softcap=10.0,
+        mask=(False,) * 4,
+        hidden=0.0,
+        alibi=1,
+        sink=True,
+    )
+)
+# Weights down to 1e-45 beside a sink: denormal numbers of float32.
+@example(
+    case=Case(
+        group=2,
+        seqlen_q=300,
+        seqlen_k=3,
+        head_dim=16,
+        head_dim_v=16,
+        rank=3,
+        causal="top_left",
+        softcap=0.5,
+        alibi=1,
+        extra_dtype="float16",
+        sink=True,
+    )
+)
+# A row whose only key is hidden by the bias: lse is the sink, to all digits.
+@example(
+    case=Case(
+        seqlen_q=2,
+        seqlen_k=1,
+        head_dim=16,
+        head_dim_v=16,
+        dtype="float16",
+        rank=2,
+        bias=(False, False, True, False),
+        hidden=0.1,
+        extra_dtype="float64",
+        sink=True,
+        seed=2578,
+    )
+)
 @settings(max_examples=3 * settings().max_examples)
 @given(case=cases())
 def test_attention_is_the_formula(xp, fit, case):
@@ -86,7 +136,7 @@ def test_the_same_call_gives_the_same_bits(xp, fit, case):
 def test_asking_for_lse_does_not_change_the_output(xp, fit, case):
     case = fit(case)
     out = cufa.attention(*case.arrays(xp), **case.options(xp))
-    assert_within_rounding(out, case.exact())
+    assert_same_bits(out, attend(xp, case)[0])
 
 
 @given(case=cases(features=["softcap", "sink"]))
@@ -296,6 +346,30 @@ def test_what_is_not_finite_propagates_as_in_the_formula(xp, fit, case, name, va
     assert_within_rounding(result, expected)
 
 
+@pytest.mark.parametrize("level", [-110.0, -20.0, 20.0, 60.0, 80.0, 86.0, 110.0])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_sink_may_be_larger_or_smaller_than_all_scores(xp, dtype, level):
+    case = Case(seqlen_q=5, seqlen_k=40, dtype=dtype)
+    sink = np.array([level])
+    result = attend(xp, case, sink=xp.asarray(sink))
+    assert_within_rounding(result, exact(*case.arrays(np), sink=sink))
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [
+        pytest.param([0, 1e300, 0, 0], id="one key far above"),
+        pytest.param([0, -1e300, 0, -np.inf], id="one key far below"),
+        pytest.param([-1e300] * 4, id="all keys far below"),
+    ],
+)
+def test_a_float64_bias_beyond_float32_stays_finite(xp, bias):
+    case = Case(seqlen_q=3, seqlen_k=4)
+    out, lse = attend(xp, case, bias=xp.asarray(bias))
+    assert_within_rounding(out, exact(*case.arrays(np), bias=np.array(bias)))
+    assert np.isfinite(to_numpy(lse)).all()
+
+
 @given(case=cases(rank=4))
 def test_the_layout_is_only_a_matter_of_names(xp, fit, case):
     case = fit(case)
@@ -340,17 +414,20 @@ def test_a_call_writes_out_and_nothing_else(xp, fit, case, memory):
 
 @given(
     case=cases(
-        features=["softcap"],
+        features=["softcap", "bias", "alibi"],
         causal=st.booleans(),
-        window=st.tuples(st.integers(-1, 50), st.integers(-1, 50)),
+        window=st.none() | st.tuples(st.integers(-1, 50), st.integers(-1, 50)),
         rank=4,
         layout="bhsd",
     )
 )
 def test_flash_attn_func_is_attention(xp, fit, case):
     case = fit(case)
+    options = case.options(xp)
     result = cufa.flash_attn_func(
         *case.arrays(xp),
+        attn_bias=options.get("bias"),
+        alibi_slopes=options.get("alibi_slopes"),
         softmax_scale=case.scale,
         causal=case.causal,
         window_size=case.window or (-1, -1),
