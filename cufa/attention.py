@@ -62,15 +62,23 @@ def attention(
     bias : float array, broadcastable to (batch, heads, seqlen_q, seqlen_k), default None
         Added to the scores, in natural-log units. Any of the four dtypes.
     alibi_slopes : float array, shape (heads,) or (batch, heads), default None
+        What a score loses for each place that its key is away from the last that causal leaves,
+        positive in the usual recipe. Any of the four dtypes. (1,) where `q` has no axis of heads.
     softcap : float > 0, default None
+        Bounds the scores smoothly: they become ``softcap * tanh(s / softcap)``, before ALiBi, bias
+        and masks.
     sink : float array, shape (heads,), default None
-        A logit for each query head that takes part in the softmax's denominator and in lse, but
-        has no value.
+        A score for each query head, neither scaled nor capped, that takes part in the softmax's
+        denominator and in lse, but has no value: weight that goes nowhere. Any of the four dtypes.
+        (1,) where `q` has no axis of heads.
     scale : float, default ``1 / sqrt(head_dim)``
     layout : {"bhsd", "bshd"}, default "bhsd"
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
+        Whether to return `lse` too, which `merge` takes.
     algorithm : {"auto", "fa2"}, default "auto"
+        Which kernels may serve the call. Both mean FlashAttention-2 today; "auto" may come to mean
+        more.
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
         an input.
@@ -90,9 +98,10 @@ def attention(
     ShapeError
         The arrays do not fit together; the message names the first axis that differs.
     DTypeError
-        An array of integers, two dtypes, a mask that is not boolean, an object that is no array.
+        An array of integers, two dtypes, a mask that is not boolean, an object that is no array or
+        no number.
     ArgumentError
-        An option outside its range, an `out` that overlaps an input.
+        An option outside its choices or range, an `out` that is read-only or overlaps an input.
     BuildError
         On the GPU: NVRTC is missing, or the driver does not load the kernel.
     DeviceError
@@ -109,7 +118,8 @@ def attention(
 
     Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 (the
     algorithm); Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2
-    (softcap).
+    (softcap); Xiao et al., arXiv:2309.17453 (attention sinks; one learned number for each head, as
+    here, is gpt-oss's form).
 
     Examples
     --------
@@ -140,8 +150,8 @@ def merge(
     ----------
     out_a, out_b : array, shape (..., seqlen_q, head_dim_v) in `layout`
         Outputs of `attention` with the same queries on disjoint keys.
-    lse_a, lse_b : array, shape (..., seqlen_q)
-        The lse of each call.
+    lse_a, lse_b : array, shape (..., heads, seqlen_q) in either layout
+        The lse of each call: float32, or float64 if the outputs are float64.
     layout : {"bhsd", "bshd"}, default "bhsd"
 
     Returns
@@ -157,8 +167,9 @@ def merge(
 
     Notes
     -----
-    Source: the merge of partial softmax states, Dao, arXiv:2307.08691, section 3.1; computed from
-    the difference to the larger lse, so that no exponential overflows.
+    Sources: Ye et al., arXiv:2501.01005 (merging attention states, FlashInfer); Dao,
+    arXiv:2307.08691 (the same between the blocks of one kernel). Computed from the difference to
+    the larger lse, so that no exponential overflows.
     """
     plain_choice("layout", layout, LAYOUTS)
     pairs = zip(_MERGE_NAMES, (out_a, lse_a, out_b, lse_b), strict=True)
