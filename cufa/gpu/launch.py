@@ -108,7 +108,7 @@ def _launch(ready: _Ready, arrays: Arrays) -> Any:
     for kernel, grid, block, smem_bytes, template in ready.launches:
         params = template.copy()
         _pack_pointers(  # in the order of POINTERS
-            params.data,
+            params,
             0,
             q.data.ptr,
             k.data.ptr,
