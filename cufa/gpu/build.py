@@ -37,7 +37,7 @@ _locks: defaultdict[tuple[int, KernelKey], threading.Lock] = defaultdict(threadi
 
 
 def kernel(key: KernelKey, device: int) -> Any:
-    """The kernel on a device as a `cupy.RawKernel`, compiled and loaded at first use.
+    """The kernel on a device as a `cupy.cuda.Function`, compiled and loaded at first use.
 
     Raises
     ------
@@ -257,4 +257,4 @@ def _load(key: KernelKey) -> Any:
         found.max_dynamic_shared_size_bytes = key.smem_bytes
     except cupy.cuda.driver.CUDADriverError as error:
         raise BuildError(f"the driver does not load {path}: {error}") from error
-    return found
+    return found.kernel  # a RawKernel looks up its device at every launch
