@@ -1,4 +1,4 @@
-"""FlashAttention for NumPy and CuPy: no PyTorch, no compiler, no build step.
+"""FlashAttention for NumPy and CuPy: no PyTorch, no CUDA toolkit, no build step.
 
 >>> import cufa
 >>> out = cufa.attention(q, k, v, causal=True)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""The names that users of flash-attn know, over `cufa.attention`."""
+"""Names that users of flash-attn know, over `cufa.attention`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
-    """`cufa.attention` under flash-attn's argument names.
+    """`cufa.attention` under flash-attn's argument names; `attn_bias` and `return_lse` are ours.
 
     Note the layout, (batch, heads, seqlen, head_dim): flash-attn's own function takes
     (batch, seqlen, heads, head_dim); for such arrays call ``cufa.attention(..., layout="bshd")``.

@@ -26,8 +26,9 @@ from cufa.bounds import Array, Exact, exact
 
 Shape = tuple[int, ...]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-#: What scores look like; each has broken some kernel. Queries and keys are noise plus so much of a
-#: common vector: for keys a function of their place, from 0 to 1. It alone scores 200.
+#: What scores look like; each has broken some kernel. Queries and keys are normal noise times a
+#: factor, plus one common vector times another; for keys the latter depends on their place in the
+#: sequence, which runs from 0 to 1. A query and a key that are just that vector have score 200.
 # fmt: off
 SCORES: dict[str, tuple[float, float, float, Callable[[Any], Any]]] = {
     # name       q noise  common  k noise  common
@@ -347,11 +348,12 @@ def cases(
     ----------
     dtypes : sequence of str
     head_dims : strategy of int
-        For `head_dim` and, half of the time, once more for `head_dim_v`.
+        Draws `head_dim`; `head_dim_v` is the same half of the time, else it is drawn anew.
     features : sequence of str
         Options that may be on.
     max_elements : int
-        ``batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)``, where one head fits.
+        Most that ``batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)`` may be; one
+        batch of one head may exceed it.
     **fixed
         A value, or a strategy, for any field of `Case`.
     """

