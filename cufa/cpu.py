@@ -34,12 +34,12 @@ Task = tuple[slice, ...]
 _BLOCK_SCORES = 1 << 18
 #: Most query rows in a block of one pair of batch and head.
 _BLOCK_ROWS = 512
-#: Most elements in a block of q, k or v.
+#: Most elements in a block of q, k or v of one pair; twice as many in that of several.
 _BLOCK_ELEMENTS = 1 << 17
 #: On 16 processors more threads than this were slower: they wait at that lock.
 _MAX_THREADS = 8
-#: Scores that are worth a thread: about half a millisecond.
-_SCORES_PER_THREAD = 1 << 17
+#: Scores that are worth a thread: about two milliseconds.
+_SCORES_PER_THREAD = 1 << 19
 #: Multiply-adds from which OpenBLAS, which most NumPy wheels bring, calls threads of its own.
 _THREADED_GEMM = 1 << 18
 _THREADED_GEMV = 9216
@@ -144,8 +144,8 @@ def _tiling(problem: Problem) -> _Tiling:
         span = min(span, rows + width)
     rows = _even_parts(problem.seqlen_q, rows)
     keys = _even_parts(span, max(1, min(most_scores // _BLOCK_ROWS, longest)))
-    pairs = min(most_scores // (group * rows * keys), longest // max(group * rows, keys))
-    pairs = max(1, pairs)
+    most_pairs = 2 * longest // max(group * rows, keys)
+    pairs = max(1, min(most_scores // (group * rows * keys), most_pairs))
     kv_heads = min(problem.kv_heads, pairs)
     return _Tiling(min(problem.batch, pairs // kv_heads), kv_heads, group, rows, keys)
 
@@ -221,6 +221,9 @@ class _Workspace:
             for a in (views.mask, views.bias)
         )
         self.order: Order = "C" if crossing else "F"
+        # BLAS is slow at q @ k.T in order "C", but for a few rows a copy of k is not worth it.
+        many_rows = tiling.group * tiling.rows > 64
+        self.k_order: Order = "F" if crossing and many_rows else "C"
         self.keys = tiling.keys
         pairs = tiling.batch * tiling.kv_heads
         rows, keys = pairs * tiling.group * tiling.rows, pairs * tiling.keys
@@ -266,7 +269,7 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
     first, last = _visible_keys(problem, rows)
     for start in range(first, last, space.keys):
         keys = slice(start, min(start + space.keys, last))
-        k = _operand(views.k[batches, kv_heads, keys], space.k, "F" if order == "C" else "C")
+        k = _operand(views.k[batches, kv_heads, keys], space.k, space.k_order)
         v = _operand(views.v[batches, kv_heads, keys], space.v, "C")
         s = _block(space.scores, (*folded, keys.stop - keys.start), order)
         _matmul(q_scaled, k.swapaxes(-1, -2), s)  # S = Q K^T

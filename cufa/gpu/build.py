@@ -22,7 +22,7 @@ from collections import defaultdict
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cufa.errors import BuildError
 from cufa.gpu.plan import KernelKey
@@ -33,6 +33,7 @@ _INCLUDE = re.compile(r'\s*#include "(.+)"')
 _NVRTC_WHEELS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
 _kernels: dict[tuple[int, KernelKey], Any] = {}
+_import_lock = threading.Lock()
 _locks: defaultdict[tuple[int, KernelKey], threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -86,7 +87,8 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     For an architecture newer than the compiler knows, PTX of the newest one it knows; that needs
     the driver.
     """
-    status, *_, known = _nvrtc().nvrtcGetSupportedArchs()
+    nvrtc, core = _toolchain()
+    status, *_, known = nvrtc.nvrtcGetSupportedArchs()
     if status:
         raise BuildError(f"NVRTC cannot be asked for its architectures: {status}")
     if key.arch < min(known):
@@ -94,10 +96,8 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
             f"{key.kernel} for sm_{key.arch}: the installed NVRTC knows sm_{min(known)} and later; "
             "install an older one"
         )
-    from cuda.core import Program, ProgramOptions
-
     arch = max(a for a in known if a <= key.arch)
-    options = ProgramOptions(
+    options = core.ProgramOptions(
         name=f"{key.kernel}.cu",
         std="c++17",
         arch=f"sm_{arch}",
@@ -108,7 +108,7 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     log = io.StringIO()
     try:
         code = (
-            Program(source(key.kernel), "c++", options)
+            core.Program(source(key.kernel), "c++", options)
             .compile("cubin" if arch == key.arch else "ptx", logs=log)
             .code
         )
@@ -121,16 +121,23 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     return bytes(code), log.getvalue().replace("\0", "")
 
 
-def _nvrtc() -> Any:
-    try:
-        import cuda.core  # noqa: F401
-        from cuda.bindings import nvrtc
-    except ImportError as error:
-        raise BuildError(
-            f"kernels are compiled by NVRTC, and {error}; install cufa with the extra cuda12 or "
-            "cuda13, whichever your CuPy is for"
-        ) from error
-    return nvrtc
+class _Toolchain(NamedTuple):
+    nvrtc: Any
+    core: Any
+
+
+def _toolchain() -> _Toolchain:
+    """The modules that drive the compiler, imported at the first compilation."""
+    with _import_lock:  # two threads that import cuda.core for the first time break each other
+        try:
+            import cuda.core
+            from cuda.bindings import nvrtc
+        except ImportError as error:
+            raise BuildError(
+                f"kernels are compiled by NVRTC, and {error}; install cufa with the extra cuda12 "
+                "or cuda13, whichever your CuPy is for"
+            ) from error
+        return _Toolchain(nvrtc, cuda.core)
 
 
 def _debugging() -> bool:
@@ -149,7 +156,7 @@ def _compiler_version() -> str:
             continue
     if found:
         return ", ".join(found)
-    return f"NVRTC {_nvrtc().nvrtcVersion()}"
+    return f"NVRTC {_toolchain().nvrtc.nvrtcVersion()}"
 
 
 def _cache_key(key: KernelKey) -> str:

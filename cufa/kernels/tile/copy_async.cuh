@@ -6,13 +6,13 @@
 #include "tile/swizzled_tile.cuh"
 
 // One slab of kRows rows of kChunks chunks; `rows` and `cols` count what exists from its first
-// element on.
-template <int kRows, int kChunks>
+// element on. kWhole: all columns do.
+template <int kRows, int kChunks, bool kWhole>
 DEVICE void copy_slab_async(u32 slab, const u16* src, i64 stride, int rows, int cols) {
   constexpr int kStep = kThreads / kChunks;  // rows at a time
   const int chunk = ptx::tid_x() % kChunks;
   int row = ptx::tid_x() / kChunks;
-  const int bytes = max_of(0, min_of(16, 2 * (cols - 8 * chunk)));
+  const int bytes = kWhole ? 16 : max_of(0, min_of(16, 2 * (cols - 8 * chunk)));
   const u16* from = src + row * stride + 8 * chunk;  // moves along: a product a row costs registers
 #pragma unroll
   for (int t = 0; t < ceil_div(kRows, kStep); ++t) {
@@ -26,17 +26,17 @@ DEVICE void copy_slab_async(u32 slab, const u16* src, i64 stride, int rows, int 
   }
 }
 
-// Rows first .. first + kRows - 1 of a matrix [rows][cols] whose rows are `stride` elements apart.
+// Rows first .. first + kRows - 1 of a matrix [rows][cols] whose rows are `stride` elements apart;
+// kCols is `cols` rounded up to a multiple of 32, so only the last slab may lack columns.
 template <int kRows, int kCols>
 DEVICE void copy_rows_async(SwizzledTile<kRows, kCols> dst, const u16* src, i64 stride, int first,
                             int rows, int cols) {
   using Dst = SwizzledTile<kRows, kCols>;
   src += first * stride;
+  constexpr int kLast = Dst::kWholeSlabs - !Dst::kHalfSlab;
 #pragma unroll
-  for (int i = 0; i < Dst::kWholeSlabs; ++i)
-    copy_slab_async<kRows, 8>(dst.slab(i), src + 64 * i, stride, rows - first, cols - 64 * i);
-  if constexpr (Dst::kHalfSlab) {
-    constexpr int i = Dst::kWholeSlabs;
-    copy_slab_async<kRows, 4>(dst.slab(i), src + 64 * i, stride, rows - first, cols - 64 * i);
-  }
+  for (int i = 0; i < kLast; ++i)
+    copy_slab_async<kRows, 8, true>(dst.slab(i), src + 64 * i, stride, rows - first, 64);
+  copy_slab_async<kRows, Dst::kHalfSlab ? 4 : 8, false>(dst.slab(kLast), src + 64 * kLast, stride,
+                                                        rows - first, cols - 64 * kLast);
 }
