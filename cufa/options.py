@@ -69,7 +69,8 @@ def plain_number(name: str, value: Any) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if not isinstance(value, Real):
-        raise DTypeError(f"{name} is {value!r}, a {type(value).__name__}; it must be a real number")
+        given = f"{name} is {value!r}, a {type(value).__name__}"
+        raise DTypeError(f"{given}; it must be a real number in host memory")
     try:
         return float(value)
     except OverflowError:

@@ -16,10 +16,9 @@ DEVICE void copy_slab_async(u32 slab, const u16* src, i64 stride, int rows, int 
   const u16* from = src + row * stride + 8 * chunk;  // moves along: a product a row costs registers
 #pragma unroll
   for (int t = 0; t < ceil_div(kRows, kStep); ++t) {
-    const bool inside = bytes > 0 && row < rows;
     if (kRows % kStep == 0 || row < kRows) {
       const u32 to = swizzled<kChunks>(slab, row, chunk);
-      ptx::cp_async_cg_16(to, inside ? from : src, inside ? bytes : 0);
+      ptx::cp_async_cg_16(to, from, row < rows ? bytes : 0);  // of 0 bytes nothing is read
     }
     row += kStep;
     from += kStep * stride;
