@@ -546,6 +546,8 @@ def test_an_empty_result_needs_no_kernel(xp, shape):
     out, lse = cufa.attention(q, q, q, return_lse=True)
     assert out.shape == shape
     assert lse.shape == shape[:3]
+    mine = xp.empty(shape, "float32")
+    assert cufa.attention(q, q, q, out=mine) is mine
 
 
 # Large ones, and those that only a GPU can get wrong.
