@@ -88,7 +88,7 @@ class _Views(NamedTuple):
 def _views(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str) -> _Views:
     batch, heads, kv_heads = problem.batch, problem.heads, problem.kv_heads
 
-    def operand(a: Array) -> Array:
+    def four_axes(a: Array) -> Array:
         a = np.asarray(a)
         if layout == "bshd" and a.ndim > 2:
             a = a.swapaxes(-2, -3)
@@ -104,10 +104,10 @@ def _views(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str
         return optional(None if a is None else a[..., None, None], 1, 1)
 
     return _Views(
-        q=grouped(operand(arrays.q)),
-        k=operand(arrays.k),
-        v=operand(arrays.v),
-        out=grouped(operand(out)),
+        q=grouped(four_axes(arrays.q)),
+        k=four_axes(arrays.k),
+        v=four_axes(arrays.v),
+        out=grouped(four_axes(out)),
         lse=grouped(lse[(None,) * (3 - lse.ndim)][..., None]),
         mask=optional(arrays.mask, problem.seqlen_q, problem.seqlen_k),
         bias=optional(arrays.bias, problem.seqlen_q, problem.seqlen_k),
@@ -269,8 +269,8 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
     first, last = _visible_keys(problem, rows)
     for start in range(first, last, space.keys):
         keys = slice(start, min(start + space.keys, last))
-        k = _operand(views.k[batches, kv_heads, keys], space.k, space.k_order)
-        v = _operand(views.v[batches, kv_heads, keys], space.v, "C")
+        k = _for_blas(views.k[batches, kv_heads, keys], space.k, space.k_order)
+        v = _for_blas(views.v[batches, kv_heads, keys], space.v, "C")
         s = _block(space.scores, (*folded, keys.stop - keys.start), order)
         _matmul(q_scaled, k.swapaxes(-1, -2), s)  # S = Q K^T
         if not fold_scale:
@@ -303,7 +303,7 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
     views.lse[task] = (m + np.log(total)).reshape(*split, 1)
 
 
-def _operand(a: Array, memory: Array, order: Order) -> Array:
+def _for_blas(a: Array, memory: Array, order: Order) -> Array:
     """`a` as BLAS can read it: itself if dtype and order are right, else a copy in `memory`."""
     inner, outer = (-1, -2) if order == "C" else (-2, -1)
     adjacent = a.strides[inner] == a.itemsize

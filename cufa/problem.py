@@ -137,9 +137,9 @@ def make_problem(call: Signature) -> Problem:
 
     score_shape = (batch, heads, seqlen_q, seqlen_k)
     out_shape = (*q.shape[:-1], head_dim_v)
-    out = _operand("out", call.out, layout) if call.out else _contiguous(out_shape, layout, dtype)
     if call.out:
         _check_out(call.out, out_shape, q)
+    out = _operand("out", call.out, layout) if call.out else _contiguous(out_shape, layout, dtype)
     operands = [_operand(name, facts, layout) for name, facts in (("q", q), ("k", k), ("v", v))]
     alibi, sink = call.alibi_slopes, call.sink
     return Problem(

@@ -29,11 +29,25 @@ template <int kRows> struct OnlineSoftmax {
 #pragma unroll
       for (int c = 1; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
       top = larger(m[r], row_max<Scores::kRowLanes>(top));
-      const Real rescale = exponentials(s, r, top);  // diag(exp(m_prev - m_new)), not its inverse
+      Real previous = m[r], base = ptx::mul_rn(top, scale);
       m[r] = top;
+      if (!kFoldScale || !(abs_of(base) < kFoldLimit)) {
+        // A row without a key yet keeps its place: -inf - -inf would be NaN.
+        const Real shift = top == -infinity() ? Real(0) : top;
+#pragma unroll
+        for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) -= shift;
+        previous -= shift;
+        base = 0;
+      }
+      // diag(exp(m_prev - m_new)), not its inverse. Both products are rounded: a base that is
+      // exact here and rounded below would be off by a factor that grows with every block.
+      const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - base);
       l[r] *= rescale;
 #pragma unroll
-      for (int c = 0; c < Scores::kCols; ++c) l[r] += s.at(r, c);
+      for (int c = 0; c < Scores::kCols; ++c) {
+        s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
+        l[r] += s.at(r, c);
+      }
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= rescale;
     }
@@ -62,23 +76,5 @@ template <int kRows> struct OnlineSoftmax {
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= inverse;
     }
-  }
-
- private:
-  // Row r of s becomes exp2(scale * (s - top)); returns exp2(scale * (m - top)).
-  template <class Scores> DEVICE Real exponentials(Scores& s, int r, Real top) {
-    const Real base = ptx::mul_rn(top, scale);
-    if (kFoldScale && abs_of(base) < kFoldLimit) {  // one FFMA a score
-      const Real rescale = exp2_of(ptx::mul_rn(m[r], scale) - base);
-#pragma unroll
-      for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
-      return rescale;
-    }
-    // A row without a key yet: -inf - -inf would be NaN.
-    const Real shift = top == -infinity() ? Real(0) : top;
-    const Real rescale = exp2_of((m[r] - shift) * scale);
-#pragma unroll
-    for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) = exp2_of((s.at(r, c) - shift) * scale);
-    return rescale;
   }
 };
