@@ -30,7 +30,6 @@ class _Row(NamedTuple):
     kernel: str
     itemsize: int  # of the arrays for fa2_fwd, of what they are computed in for fa2_fwd_simt
     plain: bool  # only where scores are neither modified nor masked: the rest takes more registers
-    square: bool  # only where head_dim and head_dim_v are equal, for the same reason
     head_dim: int  # at most; the larger of head_dim and head_dim_v
     seqlen: int  # at most
     config: Config
@@ -40,20 +39,19 @@ ANY = 1 << 62
 
 # fmt: off
 _TABLE = (
-    #    kernel        item  plain square  dim<= len<=        block_m _n threads stages blocks/SM
-    _Row("fa2_fwd",        2,  True, False,    64,  ANY, Config(   128, 64,   128,     1,       1)),
-    _Row("fa2_fwd",        2,  True,  True,   128,  ANY, Config(    64, 64,   128,     1,       3)),
-    _Row("fa2_fwd",        2, False, False,   128,  ANY, Config(    64, 64,   128,     1,       1)),
-    _Row("fa2_fwd",        2,  True, False,   256,  ANY, Config(    64, 64,   128,     1,       1)),
-    _Row("fa2_fwd",        2, False, False,   256,  ANY, Config(    64, 32,   128,     1,       1)),
-    _Row("fa2_fwd_simt",   4,  True, False,   128,  ANY, Config(    64, 64,   256,     1,       2)),
-    _Row("fa2_fwd_simt",   4, False, False,   128,  ANY, Config(    64, 64,   256,     1,       1)),
-    _Row("fa2_fwd_simt",   4, False, False,   256,  ANY, Config(    32, 32,   256,     1,       1)),
-    _Row("fa2_fwd_simt",   4, False, False,   256,  ANY, Config(    16, 16,   128,     1,       1)),
-    _Row("fa2_fwd_simt",   8, False, False,   128,  ANY, Config(    64, 32,   256,     1,       1)),
-    _Row("fa2_fwd_simt",   8, False, False,   128,  ANY, Config(    32, 32,   256,     1,       1)),
-    _Row("fa2_fwd_simt",   8, False, False,   256,  ANY, Config(    16, 32,   128,     1,       1)),
-    _Row("fa2_fwd_simt",   8, False, False,   256,  ANY, Config(     8, 16,   128,     1,       1)),
+    #    kernel        size  plain head_dim<= seqlen<=        block_m _n threads stages blocks/SM
+    _Row("fa2_fwd",       2,  True,        64,     ANY, Config(   128, 64,   128,     1,        1)),
+    _Row("fa2_fwd",       2, False,       128,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd",       2,  True,       256,     ANY, Config(    64, 64,   128,     1,        1)),
+    _Row("fa2_fwd",       2, False,       256,     ANY, Config(    64, 32,   128,     1,        1)),
+    _Row("fa2_fwd_simt",  4,  True,       128,     ANY, Config(    64, 64,   256,     1,        2)),
+    _Row("fa2_fwd_simt",  4, False,       128,     ANY, Config(    64, 64,   256,     1,        1)),
+    _Row("fa2_fwd_simt",  4, False,       256,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",  4, False,       256,     ANY, Config(    16, 16,   128,     1,        1)),
+    _Row("fa2_fwd_simt",  8, False,       128,     ANY, Config(    64, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",  8, False,       128,     ANY, Config(    32, 32,   256,     1,        1)),
+    _Row("fa2_fwd_simt",  8, False,       256,     ANY, Config(    16, 32,   128,     1,        1)),
+    _Row("fa2_fwd_simt",  8, False,       256,     ANY, Config(     8, 16,   128,     1,        1)),
 )
 # fmt: on
 
@@ -149,7 +147,6 @@ def find_config(
             row.kernel == kernel
             and row.itemsize == itemsize
             and (plain or not row.plain)
-            and (d == dv or not row.square)
             and max(d, dv) <= row.head_dim
             and seqlen <= row.seqlen
         )

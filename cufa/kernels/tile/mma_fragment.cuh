@@ -53,23 +53,25 @@ DEVICE u32 pack(f32 lo, f32 hi) {
 template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
 DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a,
                       SwizzledTile<kColTiles * 8, kDepth> b) {
-  const int row = lane() & 15, half = lane() >> 4;  // for all operands alike: registers are short
-  const int a_row = 16 * kRowTiles * warp() + row;
+  const int a_row = 16 * kRowTiles * warp() + (lane() & 15), a_half = lane() >> 4;
+  // The two halves of k of one 8-column tile land in adjacent registers, as the instruction takes
+  // them; any other order costs two moves a tile.
+  const int b_row = (lane() & 7) + (lane() >> 4) * 8, b_half = lane() >> 3 & 1;
   s.clear();
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {
     u32 a_frag[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
-      ptx::ldmatrix_x4(a_frag[m], a.at(a_row + 16 * m, k, half));
+      ptx::ldmatrix_x4(a_frag[m], a.at(a_row + 16 * m, k, a_half));
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
-      u32 b_frag[4];  // two 8-column tiles: their first halves of k, then the second ones
-      ptx::ldmatrix_x4(b_frag, b.at(row + 16 * n, k, half));
+      u32 b_frag[4];  // two 8-column tiles
+      ptx::ldmatrix_x4(b_frag, b.at(b_row + 16 * n, k, b_half));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        mma(s.x[m][2 * n], a_frag[m], b_frag[0], b_frag[2]);
-        mma(s.x[m][2 * n + 1], a_frag[m], b_frag[1], b_frag[3]);
+        mma(s.x[m][2 * n], a_frag[m], b_frag[0], b_frag[1]);
+        mma(s.x[m][2 * n + 1], a_frag[m], b_frag[2], b_frag[3]);
       }
     }
   }
