@@ -90,14 +90,16 @@ def narrowed(a: Any, dtype: str) -> Any:
     return xp.where(xp.isinf(a), a, xp.clip(a, -limit, limit)).astype(dtype)
 
 
-def check_overlap(out: Any, inputs: dict[str, Any]) -> None:
+def check_overlap(arrays: Arrays) -> None:
     """Raise if `out` shares an element with an input: it would be overwritten while still read."""
+    *inputs, out = arrays
     begin, end = _span(out)
-    for name, a in inputs.items():
+    for place, a in enumerate(inputs):
         if a is None:
             continue
         first, last = _span(a)
         if first < end and begin < last and _share_elements(out, a):
+            name = Arrays._fields[place]
             raise ArgumentError(f"out shares memory with {name}; pass an array of its own")
 
 

@@ -58,7 +58,7 @@ def run(call: Signature, arrays: Arrays) -> Any:
     if out is None:
         out = np.empty(problem.out_shape, arrays.q.dtype)
     else:
-        check_overlap(out, arrays._replace(out=None)._asdict())
+        check_overlap(arrays)
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
     lse = np.empty(problem.lse_shape, problem.accumulator)

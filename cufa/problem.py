@@ -162,7 +162,7 @@ def make_problem(call: Signature) -> Problem:
         bias=_broadcast("bias", call.bias, score_shape) if call.bias else None,
         alibi_slopes=_per_head("alibi_slopes", alibi, batch, heads) if alibi else None,
         sink=_per_head("sink", sink, None, heads) if sink else None,
-        return_lse=bool(call.return_lse),
+        return_lse=call.return_lse,
         algorithm=call.algorithm,
         out_shape=out_shape,
         lse_shape=(batch, heads, seqlen_q)[4 - len(q.shape) :],

@@ -46,7 +46,7 @@ def run(call: Signature, arrays: Arrays) -> Any:
             return run(call, arrays)
     if arrays.out is not None:
         make_problem(call)  # likewise
-        check_overlap(arrays.out, arrays._replace(out=None)._asdict())
+        check_overlap(arrays)
     ready = _prepare(call)
     if ready.conversions:
         return run(*_convert(call, arrays, ready.conversions))
