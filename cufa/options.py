@@ -15,7 +15,9 @@ import numpy as np
 
 from cufa.errors import ArgumentError, DTypeError
 
-FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+#: Bytes of an element; bfloat16 is a dtype of `ml_dtypes`, which NumPy alone does not know.
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+FLOAT_DTYPES = tuple(ITEMSIZE)
 LAYOUTS = ("bhsd", "bshd")
 ALGORITHMS = ("auto", "fa2")
 CAUSAL = (False, True, "top_left")

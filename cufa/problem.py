@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from cufa.options import FLOAT_DTYPES, MAX_SEQLEN, dtype_name
+from cufa.options import FLOAT_DTYPES, ITEMSIZE, MAX_SEQLEN, dtype_name
 
 Shape = tuple[int, ...]
 Window = tuple[int | None, int | None] | None
@@ -382,8 +382,7 @@ def _contiguous(shape: Shape, layout: str, dtype: str) -> Operand:
 
 
 def _rows_aligned(a: Operand) -> bool:
-    itemsize = 2 if a.dtype in ("float16", "bfloat16") else np.dtype(a.dtype).itemsize
-    return all(stride * itemsize % 16 == 0 for stride in a.strides[:3])
+    return all(stride * ITEMSIZE[a.dtype] % 16 == 0 for stride in a.strides[:3])
 
 
 def _broadcast(name: str, facts: ArrayFacts, target: Shape) -> Operand:

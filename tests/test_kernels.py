@@ -23,8 +23,11 @@ import cufa
 from cufa.gpu import build, config
 from cufa.gpu.config import Config, find_config
 from cufa.gpu.device import Device
-from cufa.gpu.plan import KernelKey
+from cufa.gpu.plan import KernelKey, make_key
 from cufa.gpu.registry import KERNELS, KernelSpec
+from cufa.gpu.warmup import _call, _Features
+from cufa.options import FLOAT_DTYPES
+from cufa.problem import make_problem
 
 ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -208,3 +211,28 @@ def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     first = build._cache_key(key)
     monkeypatch.setattr(build, "_compiler_version", lambda: "another")
     assert build._cache_key(key) != first
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kernel": "fa9"}, cufa.ArgumentError, "kernel is 'fa9'; .*'fa2_fwd', 'fa2_fwd_simt'"),
+        ({"kernel": "fa2_fwd", "dtype": "float32"}, cufa.UnsupportedError, "float16 or bfloat16"),
+        ({"kernel": "fa2_fwd", "arch": 75}, cufa.UnsupportedError, "needs sm_80"),
+        ({"head_dim": 300}, cufa.UnsupportedError, "fa2_fwd_simt takes head_dim up to 256"),
+        ({"head_dim": -5}, cufa.ArgumentError, "head_dim is -5; .*at least 1"),
+        ({"arch": 30}, cufa.ArgumentError, "arch is 30; .*at least 70"),
+        ({"dtype": "int8"}, cufa.ArgumentError, "dtype is 'int8'; .*float16"),
+        ({"plain": 2}, cufa.ArgumentError, "plain is 2; .*False, True"),
+    ],
+)
+def test_get_best_config_says_why_there_is_none(options, error, message):
+    with pytest.raises(error, match=message):
+        cufa.get_best_config(100, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_get_best_config_is_what_a_call_takes(arch, dtype):
+    key = make_key(make_problem(_call(96, dtype, True, False, _Features())), Device.of_arch(arch))
+    assert cufa.get_best_config(128, head_dim=96, dtype=dtype, arch=arch) == key.config

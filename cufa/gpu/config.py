@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from cufa.errors import UnsupportedError
 from cufa.gpu.device import OLDEST_ARCH, Device
-from cufa.options import plain_choice, plain_dtype, plain_integer
-
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+from cufa.gpu.registry import KERNELS
+from cufa.options import ITEMSIZE, plain_choice, plain_dtype, plain_integer
 
 
 class Config(NamedTuple):
@@ -28,7 +27,7 @@ class Config(NamedTuple):
 
 class _Row(NamedTuple):
     kernel: str
-    itemsize: int  # of the arrays for fa2_fwd, of what they are computed in for fa2_fwd_simt
+    element_bytes: int  # in shared memory: of the arrays, or of what they are computed in
     plain: bool  # only where scores are neither modified nor masked: the rest takes more registers
     head_dim: int  # at most; the larger of head_dim and head_dim_v
     seqlen: int  # at most
@@ -61,16 +60,19 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def smem_bytes(
-    kernel: str, config: Config, accumulator_bytes: int, head_dim: int, head_dim_v: int
-) -> int:
+def element_bytes(kernel: str, dtype: str) -> int:
+    """Size of an element in a kernel's shared memory."""
+    return ITEMSIZE[dtype] if kernel == "fa2_fwd" else max(4, ITEMSIZE[dtype])
+
+
+def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of one block; the kernel asserts the same figure."""
-    m, n = config.block_m, config.block_n
+    m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
     if kernel == "fa2_fwd":
-        return 2 * (m * head_dim + n * head_dim + n * head_dim_v)
+        return size * (m * head_dim + n * head_dim + n * head_dim_v)
 
     def padded(rows: int, cols: int) -> int:
-        return rows * (cols * accumulator_bytes + 16)
+        return rows * (cols * size + 16)
 
     k, v = padded(n, head_dim), padded(n, head_dim_v)
     return padded(m, head_dim) + padded(m, n) + max(k, v)
@@ -115,18 +117,22 @@ def get_best_config(
     DTypeError
         A number that is not an integer.
     UnsupportedError
-        No row fits.
+        No kernel, or not the one named, takes this dtype and head dim on this architecture.
     """
     dtype = plain_dtype("dtype", dtype)
     seqlen = plain_integer("seqlen", seqlen, 0)
     head_dim = plain_integer("head_dim", head_dim, 1)
     head_dim_v = head_dim if head_dim_v is None else plain_integer("head_dim_v", head_dim_v, 1)
     device = Device.of_arch(plain_integer("arch", arch, OLDEST_ARCH))
-    if kernel is None:
-        kernel = "fa2_fwd" if ITEMSIZE[dtype] == 2 and device.arch >= 80 else "fa2_fwd_simt"
-    kernels = tuple(dict.fromkeys(row.kernel for row in _TABLE))
-    plain_choice("kernel", kernel, kernels)
-    return find_config(kernel, dtype, head_dim, head_dim_v, seqlen, bool(plain), device)
+    plain = plain_choice("plain", plain, (False, True))
+    specs = {spec.name: spec for spec in KERNELS}
+    names = specs if kernel is None else [plain_choice("kernel", kernel, tuple(specs))]
+    limits = {}
+    for name in names:
+        limits[name] = specs[name].limit(dtype, max(head_dim, head_dim_v), device)
+        if limits[name] is None:
+            return find_config(name, dtype, head_dim, head_dim_v, seqlen, plain, device)
+    raise UnsupportedError("; ".join(f"{name} {limit}" for name, limit in limits.items()))
 
 
 def find_config(
@@ -139,21 +145,16 @@ def find_config(
     device: Device,
 ) -> Config:
     """The first row that fits the problem and the card's shared memory."""
-    accumulator_bytes = max(4, ITEMSIZE[dtype])
-    itemsize = ITEMSIZE[dtype] if kernel == "fa2_fwd" else accumulator_bytes
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
     for row in _TABLE:
         fits = (
             row.kernel == kernel
-            and row.itemsize == itemsize
+            and row.element_bytes == element_bytes(kernel, dtype)
             and (plain or not row.plain)
             and max(d, dv) <= row.head_dim
             and seqlen <= row.seqlen
         )
-        if (
-            fits
-            and smem_bytes(kernel, row.config, accumulator_bytes, d, dv) <= device.shared_memory
-        ):
+        if fits and smem_bytes(kernel, row.config, dtype, d, dv) <= device.shared_memory:
             return row.config
     raise UnsupportedError(
         f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} on "

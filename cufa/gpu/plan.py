@@ -40,33 +40,20 @@ class KernelKey(NamedTuple):
     config: Config
 
     @property
-    def accumulator_bytes(self) -> int:
-        """Size of the type that scores and sums have."""
-        return 8 if self.dtype == "float64" else 4
-
-    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        return smem_bytes(
-            self.kernel, self.config, self.accumulator_bytes, self.head_dim, self.head_dim_v
-        )
+        return smem_bytes(self.kernel, self.config, self.dtype, self.head_dim, self.head_dim_v)
 
     def defines(self) -> dict[str, int]:
         """The -D facts of base/config.cuh, without their prefix."""
-        return {
-            "DTYPE": _DTYPE_NUMBER[self.dtype],
-            "BIAS": _DTYPE_NUMBER[self.bias],
-            "SMEM_BYTES": self.smem_bytes,
-            "PARAMS_BYTES": PARAMS.itemsize,
-            **{
-                field.upper(): int(getattr(self, field))
-                for field in (
-                    *("head_dim", "head_dim_v", "aligned", "left", "right", "mask"),
-                    *("alibi", "softcap", "sink", "lse", "fold_scale"),
-                )
-            },
-            **{field.upper(): value for field, value in self.config._asdict().items()},
-        }
+        facts = self._asdict()
+        for name in ("kernel", "arch", "config"):  # the source, an option, and facts of its own
+            del facts[name]
+        for name in ("dtype", "bias"):
+            facts[name] = _DTYPE_NUMBER[facts[name]]
+        facts |= self.config._asdict()
+        facts |= {"smem_bytes": self.smem_bytes, "params_bytes": PARAMS.itemsize}
+        return {name.upper(): int(value) for name, value in facts.items()}
 
 
 @dataclass(frozen=True)

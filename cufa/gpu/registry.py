@@ -29,14 +29,18 @@ class KernelSpec:
         """Why this kernel does not serve a problem; None if it does."""
         if problem.algorithm not in ("auto", self.algorithm):
             return f"is algorithm {self.algorithm!r}"
-        if device.arch < self.min_arch:
-            return f"needs sm_{self.min_arch} or later"
-        if problem.dtype not in self.dtypes:
-            return f"takes {' or '.join(self.dtypes)}"
-        if max(problem.head_dim, problem.head_dim_v) > self.max_head_dim:
-            return f"takes head_dim up to {self.max_head_dim}"
         if self.aligned and not problem.aligned:
             return "needs rows of q, k, v and out that start at multiples of 16 bytes"
+        return self.limit(problem.dtype, max(problem.head_dim, problem.head_dim_v), device)
+
+    def limit(self, dtype: str, head_dim: int, device: Device) -> str | None:
+        """What this dtype, head dim or card exceeds, whatever else is asked; None if nothing."""
+        if device.arch < self.min_arch:
+            return f"needs sm_{self.min_arch} or later"
+        if dtype not in self.dtypes:
+            return f"takes {' or '.join(self.dtypes)}"
+        if head_dim > self.max_head_dim:
+            return f"takes head_dim up to {self.max_head_dim}"
         return None
 
 

@@ -7,8 +7,8 @@ enum DType { kFloat16, kBFloat16, kFloat32, kFloat64, kNone };
 
 // The problem
 constexpr DType kDType = DType(CUFA_DTYPE);
-constexpr int kHeadDim = CUFA_HEAD_DIM;       // of q and k, rounded up to a multiple of 32
-constexpr int kHeadDimV = CUFA_HEAD_DIM_V;    // of v and o, likewise
+constexpr int kHeadDim = CUFA_HEAD_DIM;      // of q and k, rounded up to a multiple of 32
+constexpr int kHeadDimV = CUFA_HEAD_DIM_V;   // of v and o, likewise
 constexpr bool kAligned = CUFA_ALIGNED;      // rows of q, k, v, o start at multiples of 16 bytes
 constexpr bool kLeft = CUFA_LEFT;            // keys are bounded on the left of the diagonal
 constexpr bool kRight = CUFA_RIGHT;          // on the right: causal is right = 0
