@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cufa
-from cufa.gpu import build
+from cufa.gpu import build, cache
 
 WARM = "import cufa; cufa.warmup(head_dim=32, dtype='float16', causal=False, arch=90)"
 
@@ -88,14 +88,14 @@ def test_many_processes_fill_an_empty_cache_at_once(folder):
     files = list(folder.iterdir())
     assert files
     for file in files:
-        assert file.stem.rpartition("-")[2] == build._digest(file.read_bytes())
+        assert file.stem.rpartition("-")[2] == cache.digest(file.read_bytes())
 
 
 #: Two calls in a process whose user has no home folder; prints compilations, warnings, files.
 HOMELESS = """
 import json, pathlib, sys, warnings
 import cufa
-from cufa.gpu import build
+from cufa.gpu import build, cache
 
 def expanduser(path):
     if str(path).startswith("~"):
@@ -110,7 +110,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
         cufa.warmup(head_dim=32, dtype="float16", causal=False, arch=90)
-folder = build._private_directory()
+folder = cache._private_directory()
 files = [str(path) for path in folder.iterdir()]
 json.dump([compiled, [str(w.message) for w in caught], files], sys.stdout)
 """
@@ -145,22 +145,22 @@ def test_a_home_folder_that_is_not_there_is_made(tmp_path):
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("CUFA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_directory() == tmp_path / "cufa"
+    assert cache.directory() == tmp_path / "cufa"
     monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "mine"))
-    assert build.cache_directory() == tmp_path / "mine"
+    assert cache.directory() == tmp_path / "mine"
 
 
 def test_a_relative_xdg_folder_is_ignored(monkeypatch, tmp_path):
     monkeypatch.delenv("CUFA_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert build.cache_directory() == tmp_path / ".cache" / "cufa"
+    assert cache.directory() == tmp_path / ".cache" / "cufa"
 
 
 def test_a_tilde_in_the_cache_folder_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUFA_CACHE_DIR", "~/kernels")
-    assert build.cache_directory() == tmp_path / "kernels"
+    assert cache.directory() == tmp_path / "kernels"
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words(folder, monkeypatch):

@@ -17,7 +17,7 @@ PACKAGE = Path(cufa.__file__).parent
 LAYERS = (
     ("errors", "reference"),
     ("options",),
-    ("problem", "bounds"),
+    ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "testing"),
     ("gpu.registry", "gpu.params"),
     ("gpu.config",),

@@ -1,30 +1,24 @@
 """A kernel's source, compiled by NVRTC for one `KernelKey`, kept on disk, loaded through CuPy.
 
 The text that is compiled is the `.cu` file with every include replaced by its content, so that the
-cache's key, a hash of that text, the options and the compiler's version, sees every header. A file
-in the cache is named after its key and after its own content; it is written under another name and
-renamed, so that no process ever reads half of one.
+name in the cache, a hash of that text, the options and the compiler's version, sees every header.
 """
 
 from __future__ import annotations
 
-import atexit
-import hashlib
 import io
 import os
 import re
-import shutil
 import sys
-import tempfile
 import threading
-import warnings
 from collections import defaultdict
-from functools import cache
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cufa.errors import BuildError
+from cufa.gpu import cache
 from cufa.gpu.plan import KernelKey
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -60,7 +54,7 @@ def ensure_cached(key: KernelKey) -> None:
     _cached_file(key)
 
 
-@cache
+@lru_cache
 def source(name: str) -> str:
     """``kernels/<name>.cu`` with its includes expanded, and `#line` marks for the compiler."""
     return "\n".join(_expand(f"{name}.cu", set()))
@@ -144,7 +138,7 @@ def _debugging() -> bool:
     return bool(os.environ.get("CUFA_DEBUG"))
 
 
-@cache
+@lru_cache
 def _compiler_version() -> str:
     # The wheels' metadata takes a millisecond; loading the compiler to ask it takes a third of a
     # second.
@@ -167,92 +161,14 @@ def _cache_key(key: KernelKey) -> str:
         _debugging(),
         _compiler_version(),
     )
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: CUFA_CACHE_DIR, or ``cufa`` in the user's cache folder."""
-    try:
-        if chosen := os.environ.get("CUFA_CACHE_DIR"):
-            return Path(chosen).expanduser().absolute()
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "cufa"
-    except RuntimeError as error:  # no home folder
-        _warn_once(f"compiled kernels are not kept ({error}); {_WAY_OUT}")
-        return _private_directory()
-
-
-_WAY_OUT = "set CUFA_CACHE_DIR to a writable folder"
-
-
-def _find(directory: Path, name: str) -> Path | None:
-    """The whole and unharmed file of that name in the cache."""
-    try:
-        candidates = [entry for entry in os.scandir(directory) if entry.name.startswith(f"{name}-")]
-    except OSError:
-        return None
-    for entry in candidates:
-        path = Path(entry.path)
-        try:
-            if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
-                return path
-            path.unlink()
-        except OSError:
-            continue
-    return None
-
-
-def _digest(code: bytes) -> str:
-    return hashlib.sha256(code).hexdigest()[:32]
-
-
-def _store(directory: Path, name: str, code: bytes) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{name}-{_digest(code)}.cubin"
-    handle, temporary = tempfile.mkstemp(dir=directory, prefix=".partial-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(code)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    return cache.digest(repr(facts).encode())
 
 
 def _cached_file(key: KernelKey) -> Path:
     """The compiled kernel on disk: from the cache, or compiled into it."""
-    directory, name = cache_directory(), _cache_key(key)
-    found = _find(directory, name) or _find_private(name)
-    if found is not None:
-        return found
-    code, _ = compile_key(key)
-    try:
-        return _store(directory, name, code)
-    except OSError as error:
-        _warn_once(f"cannot keep compiled kernels in {directory} ({error}); {_WAY_OUT}")
-    try:
-        return _store(_private_directory(), name, code)
-    except OSError as error:
-        raise BuildError(f"no folder to load {key.kernel} from ({error}); {_WAY_OUT}") from error
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-@cache
-def _private_directory() -> Path:
-    """Of this process alone, and gone with it: the driver loads kernels from files only."""
-    directory = tempfile.mkdtemp(prefix="cufa-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return Path(directory)
-
-
-def _find_private(name: str) -> Path | None:
-    made = _private_directory.cache_info().currsize
-    return _find(_private_directory(), name) if made else None
+    name = _cache_key(key)
+    found = cache.find(name)
+    return cache.store(name, compile_key(key)[0]) if found is None else found
 
 
 def _load(key: KernelKey) -> Any:
