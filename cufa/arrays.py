@@ -105,9 +105,14 @@ def check_overlap(arrays: Arrays) -> None:
 
 def _span(a: Any) -> tuple[int, int]:
     """First address of an array and the one after its last."""
-    address = a.data.ptr if is_cupy(a) else a.__array_interface__["data"][0]
+    address = _address(a)
     below, above = _reach(a.shape, a.strides, a.dtype.itemsize)
     return address - below, address + above
+
+
+def _address(a: Any) -> int:
+    """Of the first element."""
+    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
 
 
 @lru_cache(maxsize=4096)
@@ -143,12 +148,10 @@ def _as_addresses(a: Any) -> np.ndarray[Any, Any]:
 
 
 def are_aligned(arrays: Arrays) -> bool:
-    """Whether q, k, v and out start at multiples of 16 bytes; False if one is no CuPy array."""
-    try:
-        pointers = arrays.q.data.ptr | arrays.k.data.ptr | arrays.v.data.ptr
-        return bool((pointers | (0 if arrays.out is None else arrays.out.data.ptr)) % 16 == 0)
-    except AttributeError:
-        return False
+    """Whether q, k, v and out start at multiples of 16 bytes."""
+    q, k, v, *_, out = arrays
+    pointers = _address(q) | _address(k) | _address(v) | (0 if out is None else _address(out))
+    return pointers % 16 == 0
 
 
 def sign(

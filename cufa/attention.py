@@ -132,9 +132,9 @@ def attention(
     call = sign(arrays, causal, window, softcap, scale, layout, return_lse, algorithm)
     if call.q.device == CPU:
         return cpu.run(call, arrays)
-    from cufa.gpu import launch
+    from cufa.gpu import cards
 
-    return launch.run(call, arrays)
+    return cards.run(call, arrays)
 
 
 def merge(

@@ -22,8 +22,8 @@ LAYERS = (
     ("gpu.registry", "gpu.params"),
     ("gpu.config",),
     ("gpu.plan",),
-    ("gpu.build",),
-    ("gpu.launch", "gpu.warmup", "cpu"),
+    ("gpu.build", "gpu.launch"),
+    ("gpu.cards", "gpu.warmup", "cpu"),
     ("attention",),
     ("flash_attn",),
 )

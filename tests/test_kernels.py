@@ -160,7 +160,17 @@ def test_macros_are_read_in_one_header_only() -> None:
                 assert "CUFA_" not in line, f"{path.name}:{number}"
             directive = re.match(r"\s*#\s*(\w+)", line)
             if directive and path.name != "types.cuh":
-                assert directive[1] in ("include", "pragma"), f"{path.name}:{number}: {line}"
+                allowed = {"include", "pragma"}
+                if path.parent.name == "ptx":  # asm takes literals only
+                    allowed |= {"define", "undef"}
+                assert directive[1] in allowed, f"{path.name}:{number}: {line}"
+
+
+def test_macros_of_an_instruction_end_with_its_header() -> None:
+    for path in (build.KERNELS / "ptx").iterdir():
+        text = path.read_text()
+        defined = re.findall(r"^#define (\w+)", text, re.MULTILINE)
+        assert defined == re.findall(r"^#undef (\w+)", text, re.MULTILINE), path.name
 
 
 def test_kernels_include_only_their_own_headers_and_upwards_never() -> None:

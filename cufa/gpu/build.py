@@ -12,6 +12,7 @@ import re
 import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -57,12 +58,25 @@ def ensure_cached(key: KernelKey) -> None:
 @lru_cache
 def source(name: str) -> str:
     """``kernels/<name>.cu`` with its includes expanded, and `#line` marks for the compiler."""
-    return "\n".join(_expand(f"{name}.cu", set()))
+
+    def read(file: str) -> tuple[str, str]:
+        return file, (KERNELS / file).read_text(encoding="utf-8")
+
+    return expand(f"{name}.cu", read)
 
 
-def _expand(name: str, seen: set[str]) -> list[str]:
+def expand(file: str, read: Callable[[str], tuple[str, str]]) -> str:
+    """A source file with every include, at its first place, replaced by its text.
+
+    `read` takes a name as `#include` has it and returns what `#line` is to call it, and its text.
+    """
+    return "\n".join(_expand(file, read, {file}))
+
+
+def _expand(file: str, read: Callable[[str], tuple[str, str]], seen: set[str]) -> list[str]:
+    name, text = read(file)
     lines = [f'#line 1 "{name}"']
-    for number, line in enumerate((KERNELS / name).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.match(line)
         if include is None:
             lines.append("" if line.strip() == "#pragma once" else line)
@@ -70,7 +84,7 @@ def _expand(name: str, seen: set[str]) -> list[str]:
             lines.append("")
         else:
             seen.add(include[1])
-            lines += [*_expand(include[1], seen), f'#line {number + 1} "{name}"']
+            lines += [*_expand(include[1], read, seen), f'#line {number + 1} "{name}"']
     return lines
 
 

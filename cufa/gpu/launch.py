@@ -1,75 +1,69 @@
-"""Outputs, parameters and one launch per step: the only module that imports CuPy at once."""
+"""From a call to launches on a machine: outputs, conversions, one launch for each step of the plan.
+
+A machine is what kernels run on: cards through CuPy (`cufa.gpu.cards`), or what stands in for one.
+"""
 
 from __future__ import annotations
 
-import struct
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import cupy
-from cupy.cuda import Device as CudaDevice
-from cupy.cuda import runtime
-
-from cufa.arrays import Arrays, are_aligned, check_overlap, describe, narrowed
-from cufa.gpu import build
-from cufa.gpu.device import get_device
-from cufa.gpu.params import POINTERS
-from cufa.gpu.plan import make_plan
+from cufa.arrays import Arrays, are_aligned, check_overlap, describe
+from cufa.gpu.device import Device
+from cufa.gpu.params import Buffers
+from cufa.gpu.plan import KernelKey, Step, make_plan
 from cufa.problem import Problem, Signature, make_problem
 
-_pack_pointers = struct.Struct(f"={len(POINTERS)}Q").pack_into
 
+class Machine(Protocol):
+    """Where kernels run; devices are told apart by their numbers."""
 
-class _Launch(NamedTuple):
-    kernel: Any
-    grid: tuple[int]
-    block: tuple[int]
-    smem_bytes: int
-    params: Any  # without pointers
+    def __hash__(self) -> int: ...
+
+    def device(self, ordinal: int) -> Device:
+        """What plans must know of a device."""
+
+    def kernel(self, key: KernelKey, ordinal: int) -> Any:
+        """The kernel, ready to be launched on a device."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array for a kernel to fill."""
+
+    def contiguous(self, a: Any, dtype: str | None) -> Any:
+        """`a`, or a copy of it, contiguous and of a dtype (None: its own)."""
+
+    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
+        """Start a kernel."""
 
 
 class _Ready(NamedTuple):
-    """A call that lacks only its pointers."""
+    """A call that lacks only its arrays."""
 
     problem: Problem
-    launches: tuple[_Launch, ...]
+    launches: tuple[tuple[Any, Step], ...]
     #: Arguments to be copied first, contiguous, with the dtype they are to have (None: their own).
     conversions: dict[str, str | None]
 
 
-def run(call: Signature, arrays: Arrays) -> Any:
-    """`cufa.attention` on CuPy arrays: in the current stream of the arrays' device."""
-    device = call.q.device
-    if runtime.getDevice() != device:
-        make_problem(call)  # its errors come before anything else
-        with CudaDevice(device):
-            return run(call, arrays)
+def run(machine: Machine, call: Signature, arrays: Arrays) -> Any:
+    """`cufa.attention` on a machine's arrays, all on the device that `call` names."""
     if arrays.out is not None:
-        make_problem(call)  # likewise
+        make_problem(call)  # its errors come before anything else
         check_overlap(arrays)
-    ready = _prepare(call)
+    ready = _prepare(machine, call)
     if ready.conversions:
-        return run(*_convert(call, arrays, ready.conversions))
-    return _launch(ready, arrays)
+        return run(machine, *_convert(machine, call, arrays, ready.conversions))
+    return _launch(machine, ready, arrays)
 
 
 @lru_cache(maxsize=4096)
-def _prepare(call: Signature) -> _Ready:
+def _prepare(machine: Machine, call: Signature) -> _Ready:
     problem = make_problem(call)
-    plan = make_plan(problem, get_device(call.q.device))
+    plan = make_plan(problem, machine.device(call.q.device))
     conversions = _conversions(problem)
     if conversions:
         return _Ready(problem, (), conversions)
-    launches = tuple(
-        _Launch(
-            build.kernel(step.key, call.q.device),
-            (step.grid,),
-            (step.key.config.threads,),
-            step.key.smem_bytes,
-            step.params,
-        )
-        for step in plan.steps
-    )
+    launches = tuple((machine.kernel(step.key, call.q.device), step) for step in plan.steps)
     return _Ready(problem, launches, conversions)
 
 
@@ -87,38 +81,23 @@ def _conversions(problem: Problem) -> dict[str, str | None]:
 
 
 def _convert(
-    call: Signature, arrays: Arrays, conversions: dict[str, str | None]
+    machine: Machine, call: Signature, arrays: Arrays, conversions: dict[str, str | None]
 ) -> tuple[Signature, Arrays]:
     copies: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     for name, dtype in conversions.items():
-        a = getattr(arrays, name)
-        copies[name] = cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
+        copies[name] = machine.contiguous(getattr(arrays, name), dtype)
         facts[name] = describe(name, copies[name])
     arrays = arrays._replace(**copies)
     return call._replace(aligned=are_aligned(arrays), **facts), arrays
 
 
-def _launch(ready: _Ready, arrays: Arrays) -> Any:
+def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
     problem = ready.problem
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
     if out is None:
-        out = cupy.empty(problem.out_shape, q.dtype)
-    lse = cupy.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
-    for kernel, grid, block, smem_bytes, template in ready.launches:
-        params = template.copy()
-        _pack_pointers(  # in the order of POINTERS
-            params,
-            0,
-            q.data.ptr,
-            k.data.ptr,
-            v.data.ptr,
-            out.data.ptr,
-            0 if lse is None else lse.data.ptr,
-            0 if mask is None else mask.data.ptr,
-            0 if bias is None else bias.data.ptr,
-            0 if alibi_slopes is None else alibi_slopes.data.ptr,
-            0 if sink is None else sink.data.ptr,
-        )
-        kernel(grid, block, (params,), shared_mem=smem_bytes)
+        out = machine.empty(problem.out_shape, q.dtype)
+    lse = machine.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
+    for kernel, step in ready.launches:
+        machine.launch(kernel, step, Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink))
     return out if lse is None else (out, lse)

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cufa.problem import Operand, Problem
 
-#: In this order at the front of the struct, so that a launch writes them by one `pack_into`.
-POINTERS = ("q", "k", "v", "o", "lse", "mask", "bias", "alibi_slopes", "sink")
+
+class Buffers(NamedTuple):
+    """The arrays of a launch. Their pointers stand in this order at the front of the struct, so
+    that one `pack_into` writes them; None becomes 0."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    mask: Any
+    bias: Any
+    alibi_slopes: Any
+    sink: Any
+
+
+#: Those that a kernel writes.
+OUTPUTS = ("o", "lse")
 
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
 _SCORE_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row", "key")])
 
 PARAMS = np.dtype(
-    [(name, "u8") for name in POINTERS]
+    [(name, "u8") for name in Buffers._fields]
     + [(f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "o")]
     + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
     + [(name, "i8") for name in ("alibi_stride_batch", "alibi_stride_head", "sink_stride_head")]

@@ -63,6 +63,8 @@ class Step:
     key: KernelKey
     grid: int
     params: np.ndarray[Any, Any]
+    threads: int
+    smem_bytes: int
 
 
 @dataclass(frozen=True)
@@ -135,4 +137,5 @@ def make_plan(problem: Problem, device: Device) -> Plan:
             f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {grid} "
             f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
-    return Plan((Step(key, grid, make_params(problem, tiles)),))
+    params = make_params(problem, tiles)
+    return Plan((Step(key, grid, params, key.config.threads, key.smem_bytes),))

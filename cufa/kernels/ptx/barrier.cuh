@@ -1,4 +1,5 @@
-// bar.sync over the block, bar.warp.sync over the warp.
+// bar.sync and bar.arrive over the block or a part of it, bar.warp.sync over the warp (PTX ISA:
+// parallel synchronization and communication instructions).
 #pragma once
 #include "base/types.cuh"
 
@@ -6,5 +7,14 @@ namespace ptx {
 
 DEVICE void bar_sync() { __syncthreads(); }
 DEVICE void bar_warp_sync() { __syncwarp(); }
+
+// Barrier `id` (1 to 15; bar_sync() is 0) completes when `threads` have come, whole warps only,
+// be it to wait or just to say so.
+DEVICE void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void bar_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 }  // namespace ptx

@@ -6,6 +6,8 @@ namespace ptx {
 
 DEVICE int tid_x() { return threadIdx.x; }
 DEVICE u32 ctaid_x() { return blockIdx.x; }
+DEVICE int ctaid_y() { return blockIdx.y; }
+DEVICE int ctaid_z() { return blockIdx.z; }
 
 DEVICE u8* dynamic_smem() {
   extern __shared__ __align__(1024) u8 smem[];

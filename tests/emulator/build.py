@@ -1,0 +1,167 @@
+"""Compiles kernels for the CPU: the same text as for a card, but for `ptx/`, whose twins it takes.
+
+Compiled units are kept by a hash of all that they are made from, in CUFA_EMULATOR_CACHE or the
+user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from cufa.gpu import build
+
+HERE = Path(__file__).parent
+HOST = HERE / "host"
+#: Where an include is looked for; what is found first counts.
+ROOTS = (HOST, HERE / "kernels", build.KERNELS)
+
+#: -fsanitize only makes the compiler call the hooks of host/hooks.cpp; no sanitizer is linked.
+_CHECKS = (
+    "-fsanitize=thread",
+    "-fsanitize=bounds-strict,shift,alignment,null,integer-divide-by-zero,signed-integer-overflow",
+)
+# Each instruction keeps one place in the code, by which lanes that diverge are told apart.
+_ONE_PLACE = ("-fno-thread-jumps", "-fno-tree-dominator-opts")
+MODES = {
+    "checked": ("-O1", *_CHECKS, *_ONE_PLACE),
+    "coverage": ("-O0", "--coverage", "-DEMULATE_COVERAGE"),
+    "debug": ("-Og", "-g3", *_CHECKS, *_ONE_PLACE),
+}
+_COMMON = ("-std=c++20", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
+_WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
+
+Edit = Callable[[str, str], str]
+
+
+class Unit(NamedTuple):
+    """One kernel in one configuration."""
+
+    kernel: str
+    defines: tuple[tuple[str, int], ...] = ()
+    mode: str = "checked"
+
+    @classmethod
+    def of(cls, kernel: str, defines: Mapping[str, int], mode: str = "checked") -> Unit:
+        """A unit from defines as `KernelKey.defines` has them."""
+        return cls(kernel, tuple(sorted(defines.items())), mode)
+
+
+class CompilerError(Exception):
+    """g++ refused a unit; the text is what it printed."""
+
+
+@cache
+def obstacle() -> str | None:
+    """Why kernels cannot run here; None if they can."""
+    if platform.machine() != "x86_64":
+        return f"the emulator has x86-64 assembly in it; this machine is {platform.machine()}"
+    if shutil.which("g++") is None or shutil.which("addr2line") is None:
+        return "the emulator needs g++ and addr2line on the PATH"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
+    if int(version.split(".")[0]) < 12:
+        return f"the emulator needs g++ 12 or later; this is {version.strip()}"
+    return None
+
+
+def folder() -> Path:
+    """Where compiled units are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("CUFA_EMULATOR_CACHE") or base / "cufa-emulator")
+
+
+def source(unit: Unit, edit: Edit | None = None) -> str:
+    """The text of a unit; `edit` takes a file's name and text and returns another text."""
+
+    def read(file: str) -> tuple[str, str]:
+        path = next(root / file for root in ROOTS if (root / file).exists())
+        text = path.read_text()
+        return str(path), text if edit is None else edit(file, text)
+
+    text = build.expand(f"{unit.kernel}.cu", read)
+    return f'{text}\n#line 1 "launch"\nEMULATED_UNIT({unit.kernel})\n'
+
+
+def library(unit: Unit, edit: Edit | None = None) -> Path:
+    """The compiled unit, a shared library."""
+    text = source(unit, edit)
+    flags = [*MODES[unit.mode], *_COMMON, *_WARNINGS]
+    flags += [f"-DCUFA_{name}={value}" for name, value in unit.defines]
+    path = folder() / f"{unit.kernel}-{unit.mode}-{_digest(text, flags, _host_text())}.so"
+    if path.exists():
+        return path
+    with _scratch(path.parent) as scratch:
+        code, object_file = path.with_suffix(".cpp"), path.with_suffix(".o")
+        code.write_text(text)
+        prelude = ["-include", str(HOST / "prelude.h"), f"-I{HOST}"]
+        _compile(["-c", *flags, *prelude, str(code), "-o", str(object_file)])
+        coverage = ["--coverage"] if unit.mode == "coverage" else []
+        _compile(["-shared", *coverage, str(object_file), str(_runtime()), "-o", str(scratch)])
+        os.replace(scratch, path)
+    return path
+
+
+def compile_all(units: list[Unit]) -> None:
+    """Fill the cache, on all processors."""
+    if units:
+        library(units[0])  # and with it the runtime
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(library, units))
+
+
+@cache
+def _runtime() -> Path:
+    """What all units are linked with: everything in host/ but the twins."""
+    flags = ["-O3", "-g1", "-std=c++20", "-fPIC", "-march=x86-64-v3", "-Wall", "-Wextra", "-Werror"]
+    path = folder() / f"emulator-{_digest(_host_text(), flags)}.so"
+    if not path.exists():
+        with _scratch(path.parent) as scratch:
+            sources = sorted(map(str, HOST.glob("*.cpp")))
+            objects = [f"{scratch}.{Path(name).stem}.o" for name in sources]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                jobs = [["-c", *flags, s, "-o", o] for s, o in zip(sources, objects, strict=True)]
+                list(pool.map(_compile, jobs))
+            _compile(["-shared", *objects, "-o", str(scratch)])
+            for name in objects:
+                Path(name).unlink()
+            os.replace(scratch, path)
+    return path
+
+
+@cache
+def _host_text() -> str:
+    return "".join(path.read_text() for path in sorted(HOST.iterdir()) if path.is_file())
+
+
+def _digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+
+
+class _scratch:
+    """A name for a file that is renamed when it is whole: processes may build at once."""
+
+    def __init__(self, where: Path) -> None:
+        where.mkdir(parents=True, exist_ok=True)
+        handle, self._name = tempfile.mkstemp(dir=where, prefix=".partial-")
+        os.close(handle)
+
+    def __enter__(self) -> Path:
+        return Path(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        Path(self._name).unlink(missing_ok=True)
+
+
+def _compile(arguments: list[str]) -> None:
+    done = subprocess.run(["g++", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise CompilerError(done.stderr)

@@ -1,0 +1,21 @@
+// 16-bit floats, to nearest, ties to even.
+#pragma once
+#include <cstdint>
+
+#include "emu.h"
+
+namespace emu {
+
+inline float widen(uint16_t x, Half type) {
+  if (type == Half::bf16) return bits<float>(uint32_t(x) << 16);
+  return float(bits<_Float16>(x));
+}
+
+inline uint16_t narrow(float x, Half type) {
+  if (type == Half::f16) return bits<uint16_t>(_Float16(x));
+  if (x != x) return 0x7fff;
+  const uint32_t u = bits<uint32_t>(x);
+  return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+}  // namespace emu

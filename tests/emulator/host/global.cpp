@@ -1,0 +1,98 @@
+// Which bytes of global memory a kernel may touch, and how.
+#include "global.h"
+
+#include <algorithm>
+
+#include "block.h"
+#include "launch.h"
+
+namespace emu {
+namespace {
+
+std::vector<std::vector<uint8_t>> written;  // by array, by byte; empty for inputs
+
+// How many bytes from `p` on belong to elements of the view and lie side by side; 0: none.
+int64_t run_at(const Array& a, const uint8_t* p) {
+  int64_t offset = p - a.base, run = a.item_bytes;
+  if (offset < 0 || offset >= a.bytes) return 0;
+  for (int i = 0; i < a.rank; ++i) {
+    const int64_t k = std::min(offset / a.strides[i], a.shape[i] - 1);
+    offset -= k * a.strides[i];
+    if (i == a.rank - 1 && a.strides[i] == a.item_bytes) run = (a.shape[i] - k) * a.item_bytes;
+  }
+  return offset < a.item_bytes ? run - offset : 0;
+}
+
+bool contains(const Array& a, const uint8_t* p, int bytes) {
+  while (bytes > 0) {
+    const int64_t run = run_at(a, p);
+    if (run <= 0) return false;
+    p += run, bytes -= int(std::min<int64_t>(run, bytes));
+  }
+  return true;
+}
+
+[[noreturn]] void fail_outside(const uint8_t* p, int bytes) {
+  const Array* nearest = nullptr;
+  int64_t least = 1 << 20;
+  for (int i = 0; i < launch->n_arrays; ++i) {
+    const Array& a = launch->arrays[i];
+    const int64_t offset = p - a.base;
+    const int64_t distance = offset < 0 ? -offset : std::max<int64_t>(0, offset - a.bytes);
+    if (distance < least) least = distance, nearest = &a;
+  }
+  if (!nearest)
+    fail(Kind::bounds, "thread %d: %s of %d bytes at %p, which is near no array of the launch",
+         self->id, self->op, bytes, p);
+  fail(Kind::bounds, "thread %d: %s of %d bytes at %+lld of %s, which spans %lld bytes: they are not "
+       "all elements of it", self->id, self->op, bytes, (long long)(p - nearest->base), nearest->name,
+       (long long)nearest->bytes);
+}
+
+void touch(const void* address, int bytes, Access access) {
+  const auto* p = static_cast<const uint8_t*>(address);
+  for (int i = 0; i < launch->n_arrays; ++i) {
+    const Array& a = launch->arrays[i];
+    if (p < a.base || p >= a.base + a.bytes || !contains(a, p, bytes)) continue;
+    if (access == Access::read && a.access != Access::add) return;
+    if (access != a.access)
+      fail(Kind::output, "thread %d: %s touches %s, which is %s", self->id, self->op, a.name,
+           a.access == Access::read         ? "an input"
+           : a.access == Access::write_once ? "an output, to be stored"
+                                            : "a sum, to be added to atomically");
+    if (access == Access::add) return;
+    for (int b = 0; b < bytes; ++b)
+      if (written[i][p - a.base + b]++)
+        fail(Kind::output, "thread %d writes %s for the second time at %+lld", self->id, a.name,
+             (long long)(p - a.base + b));
+    return;
+  }
+  fail_outside(p, bytes);
+}
+
+}  // namespace
+
+void read_global(const void* p, int bytes) { touch(p, bytes, Access::read); }
+void write_global(const void* p, int bytes) { touch(p, bytes, Access::write_once); }
+void add_global(const void* p, int bytes) { touch(p, bytes, Access::add); }
+
+void begin_arrays() {
+  written.assign(launch->n_arrays, {});
+  for (int i = 0; i < launch->n_arrays; ++i)
+    if (launch->arrays[i].access == Access::write_once) written[i].resize(launch->arrays[i].bytes);
+}
+
+void end_arrays() {
+  for (int i = 0; i < launch->n_arrays; ++i) {
+    const Array& a = launch->arrays[i];
+    if (a.access != Access::write_once) continue;
+    int64_t due = a.bytes ? a.item_bytes : 0, done = 0;
+    for (int d = 0; d < a.rank; ++d) due *= a.shape[d];
+    for (const uint8_t w : written[i]) done += w;
+    if (done != due)
+      fail(Kind::output, "%lld of the %lld bytes of %s were never written", (long long)(due - done),
+           (long long)due, a.name);
+  }
+}
+
+}  // namespace emu

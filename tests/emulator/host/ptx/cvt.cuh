@@ -1,0 +1,17 @@
+#pragma once
+#include "base/types.cuh"
+
+namespace ptx {
+
+DEVICE f32 cvt_f32_f16(u16 x) { return f32(emu::bits<_Float16>(x)); }
+DEVICE u16 cvt_rn_f16_f32(f32 x) { return emu::bits<u16>(_Float16(x)); }
+DEVICE u32 cvt_rn_f16x2_f32(f32 lo, f32 hi) { return emu::pack(lo, hi, emu::Half::f16); }
+DEVICE u32 cvt_rn_bf16x2_f32(f32 lo, f32 hi) { return emu::pack(lo, hi, emu::Half::bf16); }
+DEVICE f32 cvt_rz_f32_f64(f64 x) {
+  const f32 y = f32(x);
+  return fabs(f64(y)) > fabs(x) ? nextafterf(y, 0.f) : y;
+}
+DEVICE u32 mov_b32(f32 x) { return emu::bits<u32>(x); }
+DEVICE f32 mov_f32(u32 x) { return emu::bits<f32>(x); }
+
+}  // namespace ptx

@@ -1,0 +1,51 @@
+// setmaxnreg: registers that one warpgroup gives up, another takes; `inc` waits until there are
+// enough (PTX ISA, "Miscellaneous instructions: setmaxnreg").
+#include <algorithm>
+
+#include "block.h"
+
+namespace emu {
+namespace {
+
+constexpr int kRegisters = 64 << 10;  // of a multiprocessor
+
+int pool = 0;
+std::vector<int> held;  // by warp: registers of each of its threads
+std::vector<int> waiting;
+
+struct Request {
+  int registers;
+  bool increase;
+};
+
+}  // namespace
+
+void setmaxnreg(int registers, bool increase) {
+  const Doing doing(increase ? "setmaxnreg.inc" : "setmaxnreg.dec", __builtin_return_address(0));
+  if (registers % 8 || registers < 24 || registers > 256)
+    fail(Kind::protocol, "%s to %d: a multiple of 8 from 24 to 256 is allowed", self->op, registers);
+  Request request{registers, increase};
+  meet(128, &request, [](void* const*) {});
+  int& mine = held[self->id / 32];
+  if (mine == registers) return;  // another lane of the warp has done it
+  if ((registers > mine) != increase)
+    fail(Kind::protocol, "%s from %d to %d registers", self->op, mine, registers);
+  const int needed = 32 * (registers - mine);
+  while (needed > pool) {
+    waiting.push_back(self->id);
+    wait();
+    if (mine == registers) return;
+  }
+  pool -= needed, mine = registers;
+  for (int t : waiting) wake(block.threads[t]);
+  waiting.clear();
+}
+
+void begin_registers() {
+  const int each = std::min(255, kRegisters / std::max(1, block.n_threads)) / 8 * 8;
+  held.assign(block.n_warps, each);
+  pool = kRegisters - each * block.n_threads;
+  waiting.clear();
+}
+
+}  // namespace emu

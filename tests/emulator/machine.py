@@ -1,0 +1,69 @@
+"""A machine for the launcher of cufa whose cards are emulated, and attention on it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cufa.arrays import Arrays, are_aligned, sign
+from cufa.gpu import launch
+from cufa.gpu.device import Device
+from cufa.gpu.params import OUTPUTS, PARAMS, Buffers
+from cufa.gpu.plan import KernelKey, Step
+from cufa.testing import numpy_dtype
+from emulator import build, run
+from emulator.run import Access, Counts, Schedule
+
+
+class Emulator:
+    """Emulated cards of one architecture. `schedule` and `edit` hold for the launches to come."""
+
+    def __init__(self, arch: int, edit: build.Edit | None = None) -> None:
+        self.arch = arch
+        self.edit = edit
+        self.schedule = Schedule()
+        #: Of every launch so far.
+        self.launches: list[tuple[KernelKey, Counts]] = []
+
+    def device(self, ordinal: int) -> Device:
+        return Device.of_arch(self.arch)
+
+    def kernel(self, key: KernelKey, ordinal: int) -> Any:
+        return build.library(build.Unit.of(key.kernel, key.defines()), self.edit)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return np.full(shape, np.nan, dtype)
+
+    def contiguous(self, a: Any, dtype: str | None) -> Any:
+        return np.ascontiguousarray(a, numpy_dtype(dtype) if dtype else None)
+
+    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
+        params = step.params.view(PARAMS).copy()
+        arrays = {}
+        for name, a in buffers._asdict().items():
+            if a is not None:
+                params[name] = a.ctypes.data
+                arrays[name] = (a, Access.WRITE_ONCE if name in OUTPUTS else Access.READ)
+        counts = run.run(
+            kernel, params, (step.grid,), step.threads, step.smem_bytes, arrays, self.schedule
+        )
+        self.launches.append((step.key, counts))
+
+
+@cache
+def emulator(arch: int) -> Emulator:
+    """The emulated cards of an architecture, one and the same at every call."""
+    return Emulator(arch)
+
+
+def attention(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """`cufa.attention` with those options on NumPy arrays, computed by an emulated card."""
+    given = {"causal": False, "layout": "bhsd", "return_lse": False, "algorithm": "auto", **options}
+    arrays = Arrays(
+        q, k, v, *(given.get(n) for n in ("mask", "bias", "alibi_slopes", "sink", "out"))
+    )
+    names = ("causal", "window", "softcap", "scale", "layout", "return_lse", "algorithm")
+    call = sign(arrays, *(given.get(name) for name in names))
+    return launch.run(machine, call._replace(aligned=are_aligned(arrays)), arrays)
