@@ -37,6 +37,7 @@ MODES = {
     "coverage": ("-O0", "--coverage", "-DEMULATE_COVERAGE"),
     "debug": ("-Og", "-g3", *_CHECKS, *_ONE_PLACE),
 }
+CHECKED_MODES = ("checked", "debug")
 _COMMON = ("-std=c++20", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
 _WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
 

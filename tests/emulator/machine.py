@@ -11,27 +11,32 @@ from cufa.arrays import Arrays, are_aligned, sign
 from cufa.gpu import launch
 from cufa.gpu.device import Device
 from cufa.gpu.params import OUTPUTS, PARAMS, Buffers
-from cufa.gpu.plan import KernelKey, Step
+from cufa.gpu.plan import KernelKey, Step, make_key
+from cufa.problem import Signature, make_problem
 from cufa.testing import numpy_dtype
 from emulator import build, run
 from emulator.run import Access, Counts, Schedule
 
 
 class Emulator:
-    """Emulated cards of one architecture. `schedule` and `edit` hold for the launches to come."""
+    """Emulated cards of one architecture, whose kernels may be edited and are compiled in a mode.
 
-    def __init__(self, arch: int, edit: build.Edit | None = None) -> None:
+    `schedule` holds for the launches to come.
+    """
+
+    def __init__(self, arch: int, edit: build.Edit | None = None, mode: str = "checked") -> None:
         self.arch = arch
         self.edit = edit
+        self.mode = mode
         self.schedule = Schedule()
-        #: Of every launch so far.
-        self.launches: list[tuple[KernelKey, Counts]] = []
+        #: Of the latest launch.
+        self.counts: Counts | None = None
 
     def device(self, ordinal: int) -> Device:
         return Device.of_arch(self.arch)
 
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
-        return build.library(build.Unit.of(key.kernel, key.defines()), self.edit)
+        return build.library(build.Unit.of(key.kernel, key.defines(), self.mode), self.edit)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return np.full(shape, np.nan, dtype)
@@ -46,10 +51,16 @@ class Emulator:
             if a is not None:
                 params[name] = a.ctypes.data
                 arrays[name] = (a, Access.WRITE_ONCE if name in OUTPUTS else Access.READ)
-        counts = run.run(
-            kernel, params, (step.grid,), step.threads, step.smem_bytes, arrays, self.schedule
+        self.counts = run.run(
+            kernel,
+            params,
+            (step.grid,),
+            step.threads,
+            step.smem_bytes,
+            arrays,
+            self.schedule,
+            checked=self.mode in build.CHECKED_MODES,
         )
-        self.launches.append((step.key, counts))
 
 
 @cache
@@ -60,10 +71,20 @@ def emulator(arch: int) -> Emulator:
 
 def attention(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> Any:
     """`cufa.attention` with those options on NumPy arrays, computed by an emulated card."""
+    return launch.run(machine, *_signed(q, k, v, **options))
+
+
+def kernel_key(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> KernelKey:
+    """The unit that such a call runs."""
+    call, _ = _signed(q, k, v, **options)
+    return make_key(make_problem(call), machine.device(call.q.device))
+
+
+def _signed(q: Any, k: Any, v: Any, **options: Any) -> tuple[Signature, Arrays]:
     given = {"causal": False, "layout": "bhsd", "return_lse": False, "algorithm": "auto", **options}
     arrays = Arrays(
         q, k, v, *(given.get(n) for n in ("mask", "bias", "alibi_slopes", "sink", "out"))
     )
     names = ("causal", "window", "softcap", "scale", "layout", "return_lse", "algorithm")
     call = sign(arrays, *(given.get(name) for name in names))
-    return launch.run(machine, call._replace(aligned=are_aligned(arrays)), arrays)
+    return call._replace(aligned=are_aligned(arrays)), arrays

@@ -100,6 +100,7 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32),
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_int32),
+        ("checked", ctypes.c_int32),
         ("params", ctypes.c_void_p),
         ("params_bytes", ctypes.c_int64),
         ("arrays", ctypes.c_void_p),
@@ -118,6 +119,7 @@ def run(
     shared_bytes: int,
     arrays: Mapping[str, tuple[NDArray[Any], Access]],
     schedule: Schedule = FIRST_COME,
+    checked: bool = True,
 ) -> Counts:
     """Run all blocks of a launch, one after another.
 
@@ -132,13 +134,16 @@ def run(
         Of a block.
     arrays : mapping from name to (array, Access)
         All that the kernel may touch, as strided views.
+    schedule : Schedule
+    checked : bool
+        False for a unit compiled without the hooks: nothing is known of its loads and stores.
 
     Raises
     ------
     KernelError
         With the place in the kernel's source.
     """
-    unit = _load(library)
+    unit = load(library)
     rows = (_Array * len(arrays))(*(_describe(n, a, access) for n, (a, access) in arrays.items()))
     aligned = _aligned_copy(params)
     launch = _Launch(
@@ -147,6 +152,7 @@ def run(
         shared_bytes,
         schedule.order,
         schedule.seed,
+        checked,
         aligned.ctypes.data,
         aligned.nbytes,
         ctypes.addressof(rows),
@@ -160,7 +166,8 @@ def run(
 
 
 @cache
-def _load(library: Path) -> ctypes.CDLL:
+def load(library: Path) -> ctypes.CDLL:
+    """A compiled unit in this process."""
     unit = ctypes.CDLL(str(library))
     unit.emulate.restype = ctypes.c_char_p
     unit.emulated_count.restype = ctypes.c_int64

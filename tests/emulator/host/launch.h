@@ -21,6 +21,7 @@ struct Launch {
   int32_t grid[3], threads;
   uint32_t shared_bytes;
   int32_t order, seed;
+  int32_t checked;  // whether the unit calls the hooks; without them memory goes unchecked
   const void* params;
   int64_t params_bytes;
   const Array* arrays;

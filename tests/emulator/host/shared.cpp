@@ -6,6 +6,8 @@
 #include <cstring>
 #include <string>
 
+#include "launch.h"
+
 namespace emu {
 namespace {
 
@@ -76,6 +78,7 @@ uint32_t shared_offset(uint32_t address, int bytes, int alignment) {
 }
 
 void read_shared(uint32_t offset, int bytes, const Thread& thread) {
+  if (!launch->checked) return;
   for (uint32_t i = first_record(offset), end = end_record(offset, bytes); i < end; ++i) {
     const Record& r = records[i];
     if (r.mbarrier || r.in_flight || !r.written || !knows(thread.seen, r.writer, r.moment))
@@ -90,6 +93,7 @@ void write_shared(uint32_t offset, int bytes, const Thread& thread) {
 }
 
 void check_free(uint32_t offset, int bytes, const Thread& thread) {
+  if (!launch->checked) return;
   for (uint32_t i = first_record(offset), end = end_record(offset, bytes); i < end; ++i) {
     const Record& r = records[i];
     const uint32_t at = i * kRecordBytes;
@@ -132,6 +136,7 @@ void set_mbarrier(uint32_t offset) {
 }
 
 void check_async_read(uint32_t offset, int bytes, const Thread& thread) {
+  if (!launch->checked) return;
   for (uint32_t i = first_record(offset), end = end_record(offset, bytes); i < end; ++i) {
     check_readable(i, thread, self->op);
     const Record& r = records[i];

@@ -1,0 +1,44 @@
+// What makes one value of one or two, and shfl: an output for each function, one element a thread.
+//
+//   in    single, single2 [n] f32   half [n] f16   wide, wide2 [n] f64
+//   out   [n] each, but shuffled, shuffled_wide [32, n]: one row for each lane mask
+//   grid  n / 128   block 128
+#include "base/types.cuh"
+#include "ptx/cvt.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shfl.cuh"
+#include "ptx/thread.cuh"
+
+struct ScalarParams {
+  const f32 *single, *single2;
+  const u16* half;
+  const f64 *wide, *wide2;
+  f32 *ex2_approx, *mul_rn_f32;
+  f64* mul_rn_f64;
+  f32* cvt_f32_f16;
+  u16* cvt_rn_f16_f32;
+  f32* cvt_rz_f32_f64;
+  u32* mov_b32;
+  f32 *mov_f32, *shfl_bfly_f32;
+  f64* shfl_bfly_f64;
+  i32 n;
+};
+
+extern "C" __global__ void __launch_bounds__(128)
+ptx_scalar(const __grid_constant__ ScalarParams p) {
+  const int i = 128 * ptx::ctaid_x() + ptx::tid_x();
+  const f32 x = p.single[i];
+  const f64 wide = p.wide[i];
+  p.ex2_approx[i] = ptx::ex2_approx(x);
+  p.mul_rn_f32[i] = ptx::mul_rn(x, p.single2[i]);
+  p.mul_rn_f64[i] = ptx::mul_rn(wide, p.wide2[i]);
+  p.cvt_f32_f16[i] = ptx::cvt_f32_f16(p.half[i]);
+  p.cvt_rn_f16_f32[i] = ptx::cvt_rn_f16_f32(x);
+  p.cvt_rz_f32_f64[i] = ptx::cvt_rz_f32_f64(wide);
+  p.mov_b32[i] = ptx::mov_b32(x);
+  p.mov_f32[i] = ptx::mov_f32(ptx::mov_b32(x) ^ 0x80000000u);
+  for (int mask = 0; mask < 32; ++mask) {
+    p.shfl_bfly_f32[mask * p.n + i] = ptx::shfl_bfly(x, mask);
+    p.shfl_bfly_f64[mask * p.n + i] = ptx::shfl_bfly(wide, mask);
+  }
+}

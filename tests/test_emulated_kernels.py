@@ -1,0 +1,251 @@
+"""The GPU kernels on the CPU: every tile of the config table against the formula, under every order
+of threads, with each access checked. Problem → Plan → Params → kernel, as on a card."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import build, coverage
+from emulator.build import Unit
+from emulator.machine import Emulator, attention, emulator, kernel_key
+from emulator.run import Order, Schedule
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tiles import feature_sets, places
+
+import cufa
+from cufa import reference
+from cufa.bounds import exact
+from cufa.gpu import config
+from cufa.gpu.config import element_bytes
+from cufa.gpu.device import Device
+from cufa.gpu.plan import KernelKey
+from cufa.gpu.registry import KERNELS
+from cufa.options import FLOAT_DTYPES, ITEMSIZE
+from cufa.testing import (
+    SCORES,
+    Case,
+    Memory,
+    assert_within_rounding,
+    cases,
+    memories,
+)
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+
+#: Between them these reach every tile: 75 has the least shared memory, 90 all kernels.
+ARCHS = (75, 90)
+#: Units of each tile.
+UNITS = 5
+
+
+def sampled_units() -> Iterator[KernelKey]:
+    """For each tile a few dtypes, head dims and sets of features; all features for each kernel."""
+    members: dict[Any, list[Any]] = defaultdict(list)
+    for arch in ARCHS:
+        for (kernel, plain, tile), found in places(arch).items():
+            for dtype, d, dv in found:
+                if first_choice(arch, dtype) != kernel:
+                    continue
+                size = element_bytes(kernel, dtype)
+                members[kernel, plain, size, tile].append((arch, dtype, d, dv))
+    next_features = {
+        (kernel, plain): cycle(
+            f for f in feature_sets(plain) if f["aligned"] or kernel != "fa2_fwd"
+        )
+        for kernel, plain, *_ in members
+    }
+    for i, ((kernel, plain, _, tile), fitting) in enumerate(members.items()):
+        fitting.sort(key=lambda member: member[2] + member[3])  # small ones run fastest
+        dtypes = sorted({member[1] for member in fitting})
+        for j in range(UNITS):
+            of_dtype = [m for m in fitting if m[1] == dtypes[(i + j) % len(dtypes)]]
+            arch, dtype, d, dv = of_dtype[j % len(of_dtype)]
+            features = next(next_features[kernel, plain])
+            yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
+
+
+def first_choice(arch: int, dtype: str) -> str:
+    """The kernel that takes aligned arrays there."""
+    device = Device.of_arch(arch)
+    return next(spec.name for spec in KERNELS if spec.limit(dtype, 1, device) is None)
+
+
+SAMPLE = list(sampled_units())
+
+
+def lengths(tile: int, blocks: int) -> st.SearchStrategy[int]:
+    """About multiples of a tile, or few."""
+    near = st.builds(
+        lambda n, off: max(1, n * tile + off), st.integers(0, blocks), st.integers(-1, 1)
+    )
+    return near | st.integers(1, 2 * tile)
+
+
+@st.composite
+def cases_of(draw: st.DrawFn, key: KernelKey) -> Case:
+    """Problems that one unit serves."""
+    run = 16 // ITEMSIZE[key.dtype] if key.aligned else 1
+    head_dims = [
+        st.sampled_from(range(d - 32 + run, d + 1, run)) for d in (key.head_dim, key.head_dim_v)
+    ]
+    causal: Any = draw(st.sampled_from([False, True, "top_left"])) if key.right else False
+    bound = st.integers(0, 100)
+    window = (
+        draw(bound) if key.left else None,
+        draw(bound) if key.right and (not causal or draw(st.booleans())) else None,
+    )
+    modified = key.bias or key.alibi or key.softcap
+    scales = [None, 0.05, 1.0] if key.fold_scale else [0.0, -0.3] + [None, 1.0] * bool(modified)
+    varies = st.tuples(*[st.booleans()] * 4)
+    return draw(
+        cases(
+            dtype=key.dtype,
+            head_dim=head_dims[0],
+            head_dim_v=head_dims[1],
+            seqlen_q=lengths(key.config.block_m, 2),
+            seqlen_k=lengths(key.config.block_n, 3) | st.just(0),
+            max_elements=1 << 22,
+            causal=causal,
+            window=None if window == (None, None) else window,
+            mask=varies if key.mask else None,
+            bias=varies if key.bias else None,
+            extra_dtype=key.bias or "float32",
+            alibi=st.sampled_from([1, 2]) if key.alibi else None,
+            softcap=st.sampled_from([0.5, 50.0]) if key.softcap else None,
+            sink=key.sink,
+            scale=st.sampled_from(scales),
+            scores=st.sampled_from(tuple(SCORES)),
+            q_memory=placements(key, offset=not key.aligned),
+            k_memory=placements(key),
+            v_memory=placements(key),
+        )
+    )
+
+
+@st.composite
+def placements(draw: st.DrawFn, key: KernelKey, offset: bool = False) -> Memory:
+    """Layouts with rows of adjacent elements; all at multiples of 16 bytes if the unit needs it."""
+    memory = draw(memories())
+    margin = draw(st.sampled_from([0, 8])) if key.aligned else memory.margin[3]
+    return Memory(
+        memory.order,
+        (*memory.step[:3], 1),
+        (*memory.margin[:3], margin),
+        1 if offset else 0 if key.aligned else memory.offset,
+    )
+
+
+schedules = st.builds(Schedule, st.sampled_from(Order), st.integers(0, 2**31 - 1))
+
+
+def name_of(key: KernelKey) -> str:
+    """As a test's name."""
+    tile = f"{key.config.block_m}x{key.config.block_n}"
+    return f"{key.kernel}-{tile}-{key.dtype}-{key.head_dim}x{key.head_dim_v}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    build.compile_all([Unit.of(key.kernel, key.defines()) for key in SAMPLE])
+
+
+def run_cases(key: KernelKey, machine: Emulator, examples: int) -> None:
+    """Run problems that a unit serves, and compare with the formula."""
+
+    @settings(max_examples=examples)
+    @given(case=cases_of(key), schedule=schedules)
+    def check(case: Case, schedule: Schedule) -> None:
+        arrays, options = case.arrays(np), {**case.options(np), "return_lse": key.lse}
+        assume(case.batch and kernel_key(machine, *arrays, **options) == key)
+        machine.schedule = schedule
+        assert_within_rounding(attention(machine, *arrays, **options), case.exact())
+        assert machine.counts.bank_conflicts == 0
+
+    check()
+
+
+@pytest.mark.parametrize("key", SAMPLE, ids=name_of)
+def test_a_kernel_is_the_formula_and_keeps_to_its_arrays(key: KernelKey) -> None:
+    run_cases(key, emulator(key.arch), max(1, settings.default.max_examples // 8))
+
+
+def test_every_row_of_the_table_every_dtype_and_every_feature_is_sampled() -> None:
+    rows = {(row.kernel, row.element_bytes, row.config) for row in config._TABLE}
+    sampled = {(k.kernel, element_bytes(k.kernel, k.dtype), k.config) for k in SAMPLE}
+    assert sampled == rows
+    for spec in KERNELS:
+        keys = [key for key in SAMPLE if key.kernel == spec.name]
+        assert {key.dtype for key in keys} == {*spec.dtypes}
+        for name in ("left", "right", "mask", "alibi", "softcap", "sink", "lse"):
+            assert {getattr(key, name) for key in keys} == {False, True}, name
+        assert {key.bias for key in keys} == {None, *FLOAT_DTYPES}
+
+
+@pytest.mark.parametrize("kernel", [spec.name for spec in KERNELS])
+def test_every_line_of_a_kernel_is_executed(
+    kernel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [key for key in SAMPLE if key.kernel == kernel]
+    units = [Unit.of(key.kernel, key.defines(), "coverage") for key in keys]
+    build.compile_all(units)
+    libraries = [build.library(unit) for unit in units]
+    coverage.forget(libraries)
+    for key in keys:
+        run_cases(key, Emulator(key.arch, mode="coverage"), 3)
+    fraction, table = coverage.report(coverage.executed(libraries))
+    with capsys.disabled():
+        print(f"\n{kernel}: {fraction:.1%} of the lines executed\n{table}")
+    assert fraction >= 0.95
+
+
+@given(case=cases(dtypes=["float16", "float32"], features=["causal"], max_elements=1 << 22))
+@settings(max_examples=settings.default.max_examples // 5)
+def test_the_order_of_threads_does_not_show_in_a_single_bit(case: Case) -> None:
+    case, machine = case.few_kernels(), emulator(90)
+    results = []
+    for order in Order:
+        machine.schedule = Schedule(order, seed=1)
+        results.append(attention(machine, *case.arrays(np), **case.options(np)).tobytes())
+    assert len({*results}) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"causal": "top_left"}, {"window": (40, 30)}, {"window": (-1, 0)}],
+    ids=str,
+)
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(200, 200), (300, 100), (64, 321), (1, 130)])
+def test_blocks_of_keys_that_no_row_sees_are_not_computed(
+    seqlen_q: int, seqlen_k: int, options: dict[str, Any]
+) -> None:
+    machine = Emulator(90)
+    q, k, v = (np.ones((n, 64), np.float16) for n in (seqlen_q, seqlen_k, seqlen_k))
+    attention(machine, q, k, v, **options)
+    tile = kernel_key(machine, q, k, v, **options).config
+    scores, keys = np.ones((seqlen_q, seqlen_k)), np.eye(seqlen_k)
+    weights, _ = reference.attention(scores, keys, keys, **options)
+    blocks = [
+        weights[i : i + tile.block_m, j : j + tile.block_n].any()
+        for i in range(0, seqlen_q, tile.block_m)
+        for j in range(0, seqlen_k, tile.block_n)
+    ]
+    products = 2 * tile.block_m * tile.block_n * 64 // (16 * 8 * 16)  # S = Q K^T and O += P V
+    assert machine.counts.executed("mma.m16n8k16") == sum(blocks) * products
+
+
+def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:
+    machine = emulator(90)
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 70, 40)).astype(np.float16)
+    slopes = np.array([0.5, 0.25], np.float64)
+    turned = np.asfortranarray(q)  # the last axis is not contiguous
+    options: dict[str, Any] = {"alibi_slopes": slopes, "return_lse": True}
+    result = attention(machine, turned, k, v, **options)
+    assert_within_rounding(result, exact(q, k, v, alibi_slopes=slopes))
+    with pytest.raises(cufa.ArgumentError, match="out shares memory with q"):
+        attention(machine, q, k, v, out=q)
