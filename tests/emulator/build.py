@@ -35,7 +35,7 @@ _ONE_PLACE = ("-fno-thread-jumps", "-fno-tree-dominator-opts")
 MODES = {
     "checked": ("-O1", *_CHECKS, *_ONE_PLACE),
     "coverage": ("-O0", "--coverage", "-DEMULATE_COVERAGE"),
-    "debug": ("-Og", "-g3", *_CHECKS, *_ONE_PLACE),
+    "debug": ("-O0", "-g3", *_CHECKS, *_ONE_PLACE),
 }
 CHECKED_MODES = ("checked", "debug")
 _COMMON = ("-std=c++20", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
@@ -95,9 +95,9 @@ def source(unit: Unit, edit: Edit | None = None) -> str:
 def library(unit: Unit, edit: Edit | None = None) -> Path:
     """The compiled unit, a shared library."""
     text = source(unit, edit)
-    flags = [*MODES[unit.mode], *_COMMON, *_WARNINGS]
+    flags = [*_COMMON, *_WARNINGS, *MODES[unit.mode]]
     flags += [f"-DCUFA_{name}={value}" for name, value in unit.defines]
-    path = folder() / f"{unit.kernel}-{unit.mode}-{_digest(text, flags, _host_text())}.so"
+    path = folder() / f"{unit.kernel}-{unit.mode}-{_digest(text, flags, _runtime().name)}.so"
     if path.exists():
         return path
     with _scratch(path.parent) as scratch:
@@ -122,8 +122,9 @@ def compile_all(units: list[Unit]) -> None:
 @cache
 def _runtime() -> Path:
     """What all units are linked with: everything in host/ but the twins."""
-    flags = ["-O3", "-g1", "-std=c++20", "-fPIC", "-march=x86-64-v3", "-Wall", "-Wextra", "-Werror"]
-    path = folder() / f"emulator-{_digest(_host_text(), flags)}.so"
+    flags = ["-O3", "-g", "-std=c++20", "-fPIC", "-march=x86-64-v3", "-Wall", "-Wextra", "-Werror"]
+    text = "".join(path.read_text() for path in sorted(HOST.iterdir()) if path.is_file())
+    path = folder() / f"emulator-{_digest(text, flags)}.so"
     if not path.exists():
         with _scratch(path.parent) as scratch:
             sources = sorted(map(str, HOST.glob("*.cpp")))
@@ -136,11 +137,6 @@ def _runtime() -> Path:
                 Path(name).unlink()
             os.replace(scratch, path)
     return path
-
-
-@cache
-def _host_text() -> str:
-    return "".join(path.read_text() for path in sorted(HOST.iterdir()) if path.is_file())
 
 
 def _digest(*facts: object) -> str:

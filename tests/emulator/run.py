@@ -227,4 +227,4 @@ def _line(library: Path, pc: int) -> str:
 
 
 def _shorter(line: str) -> str:
-    return re.sub(r"/\S*/(?=(\w+/)?\w+\.cuh?:)", "", line.strip())
+    return re.sub(r"/\S*/kernels/", "", line.strip())

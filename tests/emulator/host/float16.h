@@ -11,9 +11,10 @@ inline float widen(uint16_t x, Half type) {
   return float(bits<_Float16>(x));
 }
 
+// Of a NaN the ISA says only that it stays one; cards make this one (cuda_fp16.hpp, cuda_bf16.hpp).
 inline uint16_t narrow(float x, Half type) {
-  if (type == Half::f16) return bits<uint16_t>(_Float16(x));
   if (x != x) return 0x7fff;
+  if (type == Half::f16) return bits<uint16_t>(_Float16(x));
   const uint32_t u = bits<uint32_t>(x);
   return uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }

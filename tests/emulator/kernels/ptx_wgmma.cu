@@ -1,9 +1,9 @@
-// wgmma m64nNk16, N = 8 CUFA_TILES, six in a row into the same accumulators.
+// wgmma m64nNk16, N = 8 CUFA_TILES, five in a row into the same accumulators.
 //
 //   in    image [words, 4]      what shared memory holds: A, unless in registers, and B
-//         a [6, 128, 4]         A in registers, pairs of 16-bit floats
-//         a_at, b_at [6]        byte at which the operands of each product start
-//         scale_d [6]           whether a product is added to what is there
+//         a [5, 128, 4]         A in registers, pairs of 16-bit floats
+//         a_at, b_at [5]        byte at which the operands of each product start
+//         scale_d [5]           whether a product is added to what is there
 //         c [128, N / 2] f32
 //   out   d [128, N / 2] f32
 //   grid  1   block 128   smem 16 words
@@ -14,7 +14,7 @@
 #include "ptx/wgmma.cuh"
 
 constexpr int kTiles = CUFA_TILES;
-constexpr int kSteps = 6;
+constexpr int kSteps = 5;
 
 using Chunk = Vec<u32, 4>;
 

@@ -4,7 +4,7 @@
 namespace ptx {
 
 DEVICE f32 cvt_f32_f16(u16 x) { return f32(emu::bits<_Float16>(x)); }
-DEVICE u16 cvt_rn_f16_f32(f32 x) { return emu::bits<u16>(_Float16(x)); }
+DEVICE u16 cvt_rn_f16_f32(f32 x) { return u16(emu::pack(x, 0, emu::Half::f16)); }
 DEVICE u32 cvt_rn_f16x2_f32(f32 lo, f32 hi) { return emu::pack(lo, hi, emu::Half::f16); }
 DEVICE u32 cvt_rn_bf16x2_f32(f32 lo, f32 hi) { return emu::pack(lo, hi, emu::Half::bf16); }
 DEVICE f32 cvt_rz_f32_f64(f64 x) {
