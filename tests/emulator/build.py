@@ -66,8 +66,9 @@ def obstacle() -> str | None:
     """Why kernels cannot run here; None if they can."""
     if platform.machine() != "x86_64":
         return f"the emulator has x86-64 assembly in it; this machine is {platform.machine()}"
-    if shutil.which("g++") is None or shutil.which("addr2line") is None:
-        return "the emulator needs g++ and addr2line on the PATH"
+    missing = [tool for tool in ("g++", "gcov", "addr2line") if shutil.which(tool) is None]
+    if missing:
+        return f"the emulator needs {' and '.join(missing)} on the PATH"
     version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
     if int(version.split(".")[0]) < 12:
         return f"the emulator needs g++ 12 or later; this is {version.strip()}"
