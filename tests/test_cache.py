@@ -176,7 +176,7 @@ def test_an_architecture_older_than_the_compiler_is_named(folder):
     from cufa.gpu.warmup import _call, _Features
     from cufa.problem import make_problem
 
-    problem = make_problem(_call(32, "float32", False, False, _Features()))
+    problem = make_problem(_call(32, "float32", False, False, 128, _Features()))
     key = make_key(problem, Device.of_arch(70))
     with pytest.raises(cufa.BuildError, match=r"sm_10.*NVRTC knows sm_\d+ and later"):
         build.compile_key(key._replace(arch=10))

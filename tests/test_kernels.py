@@ -19,7 +19,7 @@ from tiles import ARCHS, HEAD_DIMS, units
 
 import cufa
 from cufa.gpu import build, config
-from cufa.gpu.config import Config, find_config
+from cufa.gpu.config import LENGTHS, Config, Scores, find_config
 from cufa.gpu.device import Device
 from cufa.gpu.plan import KernelKey, make_key
 from cufa.gpu.registry import KERNELS, KernelSpec
@@ -49,22 +49,19 @@ def test_every_tile_compiles_without_spills(arch: int) -> None:
 
 def answers() -> list[Config | None]:
     """What the table gives for all that it is asked about."""
-    lengths = sorted({1, *(row.seqlen for row in config._TABLE)})
 
-    def answer(spec: KernelSpec, arch: int, **facts: Any) -> Config | None:
+    def answer(spec: KernelSpec, arch: int, *facts: Any) -> Config | None:
         try:
-            return find_config(spec.name, **facts, device=Device.of_arch(arch))
+            return find_config(spec.name, *facts, Device.of_arch(arch))
         except cufa.UnsupportedError:
             return None
 
     return [
-        answer(spec, arch, dtype=dtype, head_dim=d, head_dim_v=dv, seqlen=seqlen, plain=plain)
+        answer(spec, arch, *facts)
         for spec in KERNELS
         for arch in ARCHS
         if arch >= spec.min_arch
-        for dtype, d, dv, seqlen, plain in product(
-            spec.dtypes, HEAD_DIMS, HEAD_DIMS, lengths, (True, False)
-        )
+        for facts in product(spec.dtypes, HEAD_DIMS, HEAD_DIMS, LENGTHS, Scores, (False, True))
     ]
 
 
@@ -175,6 +172,7 @@ def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"head_dim": -5}, cufa.ArgumentError, "head_dim is -5; .*at least 1"),
         ({"arch": 30}, cufa.ArgumentError, "arch is 30; .*at least 70"),
         ({"dtype": "int8"}, cufa.ArgumentError, "dtype is 'int8'; .*float16"),
+        ({"window": None}, cufa.ArgumentError, "window is None; .*False, True"),
         ({"plain": 2}, cufa.ArgumentError, "plain is 2; .*False, True"),
     ],
 )
@@ -183,8 +181,12 @@ def test_get_best_config_says_why_there_is_none(options, error, message):
         cufa.get_best_config(100, **options)
 
 
+@pytest.mark.parametrize("seqlen", [128, 2048])
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_get_best_config_is_what_a_call_takes(arch, dtype):
-    key = make_key(make_problem(_call(96, dtype, True, False, _Features())), Device.of_arch(arch))
-    assert cufa.get_best_config(128, head_dim=96, dtype=dtype, arch=arch) == key.config
+def test_get_best_config_is_what_a_call_takes(arch, dtype, causal, seqlen):
+    call = _call(96, dtype, causal, False, seqlen, _Features())
+    key = make_key(make_problem(call), Device.of_arch(arch))
+    best = cufa.get_best_config(seqlen, head_dim=96, dtype=dtype, causal=causal, arch=arch)
+    assert best == key.config

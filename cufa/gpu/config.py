@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from cufa.errors import UnsupportedError
@@ -25,34 +26,55 @@ class Config(NamedTuple):
     blocks_per_sm: int
 
 
+class Scores(IntEnum):
+    """What happens to scores, from what takes least registers to what takes most."""
+
+    #: Only scaled, by a positive number, and bounded at most on the right: causal.
+    OPEN = 0
+    #: Bounded on the left too: a window.
+    PLAIN = 1
+    #: Anything: a mask, bias, ALiBi, softcap, a scale that is not positive.
+    MODIFIED = 2
+
+
 class _Row(NamedTuple):
     kernel: str
     element_bytes: int  # in shared memory: of the arrays, or of what they are computed in
-    plain: bool  # only where scores are neither modified nor masked: the rest takes more registers
+    arch: int | None  # exactly this one; None: any
+    scores: Scores  # at most
+    causal: bool | None  # whether keys are bounded on the right; None: either
     head_dim: int  # at most; the larger of head_dim and head_dim_v
+    square: bool  # only where the two are the same
     seqlen: int  # at most
     config: Config
 
 
 ANY = 1 << 62
+_OPEN, _PLAIN, _MODIFIED = Scores
 
 # fmt: off
 _TABLE = (
-    #    kernel        size  plain head_dim<= seqlen<=        block_m _n threads stages blocks/SM
-    _Row("fa2_fwd",       2,  True,        64,     ANY, Config(   128, 64,   128,     1,        1)),
-    _Row("fa2_fwd",       2, False,       128,     ANY, Config(    64, 64,   128,     1,        1)),
-    _Row("fa2_fwd",       2,  True,       256,     ANY, Config(    64, 64,   128,     1,        1)),
-    _Row("fa2_fwd",       2, False,       256,     ANY, Config(    64, 32,   128,     1,        1)),
-    _Row("fa2_fwd_simt",  4,  True,       128,     ANY, Config(    64, 64,   256,     1,        2)),
-    _Row("fa2_fwd_simt",  4, False,       128,     ANY, Config(    64, 64,   256,     1,        1)),
-    _Row("fa2_fwd_simt",  4, False,       256,     ANY, Config(    32, 32,   256,     1,        1)),
-    _Row("fa2_fwd_simt",  4, False,       256,     ANY, Config(    16, 16,   128,     1,        1)),
-    _Row("fa2_fwd_simt",  8, False,       128,     ANY, Config(    64, 32,   256,     1,        1)),
-    _Row("fa2_fwd_simt",  8, False,       128,     ANY, Config(    32, 32,   256,     1,        1)),
-    _Row("fa2_fwd_simt",  8, False,       256,     ANY, Config(    16, 32,   128,     1,        1)),
-    _Row("fa2_fwd_simt",  8, False,       256,     ANY, Config(     8, 16,   128,     1,        1)),
+    #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
+    _Row("fa2_fwd",      2,   90, _OPEN,     True, 128, True,  512, Config( 64,  64, 128, 1, 3)),
+    _Row("fa2_fwd",      2,   90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
+    _Row("fa2_fwd",      2,   90, _OPEN,     None, 128, True,  ANY, Config(128,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2, None, _PLAIN,    None,  64, False, ANY, Config(128,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2, None, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2, None, _PLAIN,    None, 256, False, ANY, Config( 64,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2, None, _MODIFIED, None, 256, False, ANY, Config( 64,  32, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 4, None, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 1, 2)),
+    _Row("fa2_fwd_simt", 4, None, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 4, None, _MODIFIED, None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 4, None, _MODIFIED, None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 256, False, ANY, Config( 16,  32, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
 )
 # fmt: on
+
+#: A length for each class of lengths that the table tells apart.
+LENGTHS = (1, *sorted({row.seqlen + 1 for row in _TABLE} - {ANY + 1}))
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -86,6 +108,7 @@ def get_best_config(
     dtype: str = "float16",
     causal: bool = False,
     plain: bool = True,
+    window: bool = False,
     kernel: str | None = None,
     arch: int = 90,
 ) -> Config:
@@ -98,9 +121,11 @@ def get_best_config(
     head_dim, head_dim_v : int, default 64 and `head_dim`
     dtype : {"float16", "bfloat16", "float32", "float64"}, default "float16"
     causal : bool, default False
-        No row depends on it yet.
+        True: causal, or a window that bounds the keys on the right.
     plain : bool, default True
         False: the call has a mask, bias, ALiBi slopes, a softcap or a scale that is not positive.
+    window : bool, default False
+        True: the call has a window that bounds the keys on the left.
     kernel : str, default the one that "auto" takes for aligned arrays
         "fa2_fwd" or "fa2_fwd_simt".
     arch : int, default 90
@@ -125,13 +150,16 @@ def get_best_config(
     head_dim_v = head_dim if head_dim_v is None else plain_integer("head_dim_v", head_dim_v, 1)
     device = Device.of_arch(plain_integer("arch", arch, OLDEST_ARCH))
     plain = plain_choice("plain", plain, (False, True))
+    causal = plain_choice("causal", causal, (False, True))
+    window = plain_choice("window", window, (False, True))
+    scores = Scores.MODIFIED if not plain else Scores.PLAIN if window else Scores.OPEN
     specs = {spec.name: spec for spec in KERNELS}
     names = specs if kernel is None else [plain_choice("kernel", kernel, tuple(specs))]
     limits = {}
     for name in names:
         limits[name] = specs[name].limit(dtype, max(head_dim, head_dim_v), device)
         if limits[name] is None:
-            return find_config(name, dtype, head_dim, head_dim_v, seqlen, plain, device)
+            return find_config(name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device)
     raise UnsupportedError("; ".join(f"{name} {limit}" for name, limit in limits.items()))
 
 
@@ -141,7 +169,8 @@ def find_config(
     head_dim: int,
     head_dim_v: int,
     seqlen: int,
-    plain: bool,
+    scores: Scores,
+    causal: bool,
     device: Device,
 ) -> Config:
     """The first row that fits the problem and the card's shared memory."""
@@ -150,8 +179,11 @@ def find_config(
         fits = (
             row.kernel == kernel
             and row.element_bytes == element_bytes(kernel, dtype)
-            and (plain or not row.plain)
+            and row.arch in (None, device.arch)
+            and scores <= row.scores
+            and row.causal in (None, causal)
             and max(d, dv) <= row.head_dim
+            and (not row.square or d == dv)
             and seqlen <= row.seqlen
         )
         if fits and smem_bytes(kernel, row.config, dtype, d, dv) <= device.shared_memory:

@@ -28,6 +28,7 @@ class Buffers(NamedTuple):
 OUTPUTS = ("o", "lse")
 
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
+_DIVISOR = np.dtype([("value", "i4"), ("multiplier", "u4"), ("shift", "i4")])
 _SCORE_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row", "key")])
 
 PARAMS = np.dtype(
@@ -36,8 +37,9 @@ PARAMS = np.dtype(
     + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
     + [(name, "i8") for name in ("alibi_stride_batch", "alibi_stride_head", "sink_stride_head")]
     + [(name, "f8") for name in ("scale", "softcap", "scale_over_softcap")]
-    + [(name, "i4") for name in ("heads", "group", "tiles", "seqlen_q", "seqlen_k")]
-    + [(name, "i4") for name in ("head_dim", "head_dim_v", "diagonal", "left", "right")],
+    + [(name, _DIVISOR) for name in ("heads", "group", "tiles")]
+    + [(name, "i4") for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
+    + [(name, "i4") for name in ("diagonal", "left", "right")],
     align=True,
 )
 #: The same bytes as one opaque item: a structured array is copied field by field, by NumPy and by
@@ -62,12 +64,19 @@ def make_params(problem: Problem, tiles: int) -> np.ndarray[Any, Any]:
     if problem.softcap is not None:
         p["softcap"] = problem.softcap
         p["scale_over_softcap"] = problem.scale / problem.softcap
-    for name in ("heads", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+    p["heads"], p["group"] = divisor(problem.heads), divisor(problem.group)
+    p["tiles"] = divisor(tiles)
+    for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         p[name] = getattr(problem, name)
-    p["tiles"] = tiles
     band = problem.band
     p["diagonal"], p["left"], p["right"] = band.diagonal, band.left or 0, band.right or 0
     return p.view(_OPAQUE)
+
+
+def divisor(value: int) -> tuple[int, int, int]:
+    """`struct Divisor`: ``n // value`` is ``n * multiplier >> shift`` for all n below 2**31."""
+    shift = 31 + (value - 1).bit_length()
+    return value, -(-(1 << shift) // value), shift
 
 
 def _head_strides(operand: Operand | None) -> tuple[int, int]:

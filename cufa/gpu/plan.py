@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.errors import UnsupportedError
-from cufa.gpu.config import Config, find_config, round_up, smem_bytes
+from cufa.gpu.config import Config, Scores, find_config, round_up, smem_bytes
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS, make_params
 from cufa.gpu.registry import select
@@ -90,7 +90,8 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
         problem.head_dim,
         problem.head_dim_v,
         problem.seqlen_q,
-        fold_scale and problem.mask is None,
+        _kind_of_scores(problem, fold_scale),
+        problem.band.right is not None,
         device,
     )
     return KernelKey(
@@ -111,6 +112,12 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
         fold_scale=fold_scale,
         config=config,
     )
+
+
+def _kind_of_scores(problem: Problem, fold_scale: bool) -> Scores:
+    if not fold_scale or problem.mask is not None:
+        return Scores.MODIFIED
+    return Scores.OPEN if problem.band.left is None else Scores.PLAIN
 
 
 def _can_fold_scale(problem: Problem) -> bool:

@@ -9,13 +9,16 @@ from cufa.gpu.device import Device
 from cufa.options import FLOAT_DTYPES
 from cufa.problem import Problem
 
+#: tile/copy_async.cuh: a few rows together stay below 2**31.
+_MAX_ROW_STRIDE = 1 << 24
+
 
 @dataclass(frozen=True)
 class KernelSpec:
     """What one `.cu` file serves.
 
     `name` is the file's and the function's name; `min_arch` the oldest architecture; `aligned` asks
-    for rows of q, k, v and out that start at multiples of 16 bytes.
+    for rows of q, k, v and out that start at multiples of 16 bytes, and are not too far apart.
     """
 
     name: str
@@ -31,6 +34,9 @@ class KernelSpec:
             return f"is algorithm {self.algorithm!r}"
         if self.aligned and not problem.aligned:
             return "needs rows of q, k, v and out that start at multiples of 16 bytes"
+        operands = (problem.q, problem.k, problem.v)
+        if self.aligned and any(abs(a.strides[2]) >= _MAX_ROW_STRIDE for a in operands):
+            return f"needs rows of q, k and v less than {_MAX_ROW_STRIDE} elements apart"
         return self.limit(problem.dtype, max(problem.head_dim, problem.head_dim_v), device)
 
     def limit(self, dtype: str, head_dim: int, device: Device) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from cufa.errors import DeviceError, DTypeError
 from cufa.gpu import build
+from cufa.gpu.config import LENGTHS
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
 from cufa.gpu.plan import make_key
 from cufa.options import CAUSAL, plain_choice, plain_dtype, plain_integer
@@ -35,7 +36,7 @@ def warmup(
     """Compile kernels into the disk cache, so that the first call of each takes milliseconds.
 
     Every combination of the first four arguments is compiled, each with all the features named by
-    the others.
+    the others, and for every length: where long sequences take another tile, that too.
 
     Parameters
     ----------
@@ -80,6 +81,7 @@ def warmup(
         [plain_dtype("dtype", name) for name in _several(dtype)],
         [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
         [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
+        LENGTHS,
     )
     keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -116,10 +118,15 @@ def _current_device() -> Device:
 
 
 def _call(
-    head_dim: int, dtype: str, causal: bool | str, return_lse: bool, features: _Features
+    head_dim: int,
+    dtype: str,
+    causal: bool | str,
+    return_lse: bool,
+    seqlen: int,
+    features: _Features,
 ) -> Signature:
-    """A call that needs the kernel; its lengths do not matter."""
-    heads, seqlen = 1, 128
+    """A call that needs the kernel for sequences about that long."""
+    heads = 1
 
     def facts(shape: tuple[int, ...], name: str) -> ArrayFacts:
         a = np.empty(shape, _numpy_dtype(name))

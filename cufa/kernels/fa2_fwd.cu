@@ -47,21 +47,21 @@ fa2_fwd(const __grid_constant__ Params p) {
   OnlineSoftmax<Output::kRows> softmax(p);
   if (keys.first < keys.last) {
     copy_rows_async(q_smem, tile.q(p), p.q_stride.row, tile.row0, p.seqlen_q, p.head_dim);
-    load_k(keys.first);                         // in one group with Q
+    load_k(keys.last - 1);                      // in one group with Q
   }
-  for (int n = keys.first; n < keys.last; ++n) {
+  for (int n = keys.last - 1; n >= keys.first; --n) {
     const int key0 = n * kBlockN;
     ptx::cp_async_wait_group<0>();
-    ptx::bar_sync();                            // K of block n is here, V of block n - 1 was used
+    ptx::bar_sync();                            // K of block n is here, V of block n + 1 was used
     load_v(n);                                  // runs under S = Q K^T
     Scores s;
     matmul_nt(s, q_smem, k_smem);               // S = Q K^T
     score_mod(s, p, tile, key0);
     if (keys.is_partial(n)) apply_mask(s, p, tile, key0);
-    softmax.update(s, o);                       // S becomes P; O follows the new row maximum
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();                            // V of block n is here, K of block n was used
-    if (n + 1 < keys.last) load_k(n + 1);       // runs under O += P V
+    if (n > keys.first) load_k(n - 1);          // runs under all that follows
+    softmax.update(s, o);                       // S becomes P; O follows the row maximum
     matmul_nn(o, narrow(s), v_smem);            // O += P V
   }
 

@@ -49,7 +49,7 @@ fa2_fwd_simt(const __grid_constant__ Params p) {
     matmul_nt(s, q_smem, k_smem);               // S = Q K^T
     score_mod(s, p, tile, key0);
     if (keys.is_partial(n)) apply_mask(s, p, tile, key0);
-    softmax.update(s, o);                       // S becomes P; O follows the new row maximum
+    softmax.update(s, o);                       // S becomes P; O follows the row maximum
     store_tile(p_smem, s);
     ptx::bar_sync();                            // all have used K; P is here
     copy_rows(v_smem, tile.v(p), p.v_stride.row, key0, p.seqlen_k, p.head_dim_v);

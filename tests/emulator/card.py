@@ -107,9 +107,8 @@ class Launch:
         held = {name: cupy.asarray(a.view(np.uint8)) for name, (a, _) in self.arrays.items()}
         address = {name: a.data.ptr for name, a in held.items()}
         params = self.params(address, TensorMap.encoded)
-        function = load(self.kernel, tuple(sorted(self.defines.items())), self.shared_bytes)
-        function(self.grid, (self.threads,), (params,), shared_mem=self.shared_bytes)
-        cupy.cuda.Device().synchronize()
+        kernel = load(self.kernel, tuple(sorted(self.defines.items())))
+        start(kernel, params, self.grid, self.threads, self.shared_bytes)
         return {
             name: cupy.asnumpy(held[name]).view(self.arrays[name][0].dtype)
             for name in self.outputs()
@@ -145,8 +144,8 @@ def compile_for(
 
 
 @cache
-def load(kernel: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -> Any:
-    """The kernel on the current device, as a `cupy.cuda.Function`."""
+def load(kernel: str, defines: tuple[tuple[str, int], ...] = ()) -> Any:
+    """The kernel on the current device, as a `cupy.RawKernel`."""
     import cupy
 
     arch = ARCHS[kernel]
@@ -156,8 +155,19 @@ def load(kernel: str, defines: tuple[tuple[str, int], ...], shared_bytes: int) -
         path = Path(folder) / f"{kernel}.cubin"
         path.write_bytes(compile_for(arch, kernel, defines)[0])
         found = cupy.RawModule(path=str(path)).get_function(kernel)
-        found.max_dynamic_shared_size_bytes = shared_bytes
-        return found.kernel
+        assert found.kernel  # read from the file now, while it is there
+    return found
+
+
+def start(
+    kernel: Any, params: NDArray[np.void], grid: tuple[int, ...], threads: int, shared_bytes: int
+) -> None:
+    """Run a kernel that `load` returned, to its end. `params` is one opaque item."""
+    import cupy
+
+    kernel.max_dynamic_shared_size_bytes = shared_bytes
+    kernel(grid, (threads,), (params,), shared_mem=shared_bytes)
+    cupy.cuda.Device().synchronize()
 
 
 def skip_unless_card(kernel: str) -> None:

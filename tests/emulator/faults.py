@@ -1,7 +1,7 @@
 """Faults to be planted in kernels, and as what each must be seen.
 
-A fault that is marked silent leaves the numbers right in every order of threads where nothing is
-checked: only a report can tell of it.
+Where nothing is checked, a fault marked silent leaves the numbers right in every order of threads
+that was tried, one marked at times in some: only a report can tell of it.
 """
 
 from __future__ import annotations
@@ -66,16 +66,26 @@ def _case(seqlen_q: int, seqlen_k: int, **fields: object) -> Case:
 def _attention(dtype: str) -> dict[str, tuple[Case, ...]]:
     """Each name has the problems of one unit."""
     cases = {
-        "plain": (_case(129, 193), _case(127, 128, scores="growing")),
+        "plain": (
+            _case(65, 129),
+            _case(127, 128, scores="growing"),
+            _case(129, 193, scores="falling"),
+        ),
+        "grouped": (_case(20, 33, kv_heads=2),),
         "causal": (_case(129, 129, causal=True), _case(150, 70, causal=True, scores="falling")),
         "window": (_case(130, 255, window=(40, 20)),),
         "narrow": (_case(20, 65, head_dim=40, head_dim_v=40),),
+        "half slab": (_case(20, 65, head_dim=32, head_dim_v=32),),
+        "mask": (_case(20, 65, mask=(True,) * 4),),
+        "bias": (_case(20, 65, bias=(True,) * 4),),
     }
     return {name: tuple(replace(c, dtype=dtype) for c in of) for name, of in cases.items()}
 
 
 _LINEAR = linear_attention.Problem
-PROBLEMS = {
+Problem = Case | _LINEAR
+#: By kernel.
+PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     "fa2_fwd": _attention("float16"),
     "fa2_fwd_simt": _attention("float32"),
     "linear_attention_sm90": {
@@ -85,19 +95,27 @@ PROBLEMS = {
 
 # fmt: off
 _FA2 = (
+    # global memory
     Fault("rows of K and V past the end are loaded",       BOUNDS,     "plain",
-          "tile/copy_async.cuh", "row < rows ? bytes : 0", "bytes"),
+          "tile/copy_async.cuh", "row < rows ? bytes : 0", "row < rows ? bytes : bytes"),
     Fault("one row too many is loaded",                    BOUNDS,     "plain",
           "tile/copy_async.cuh", "row < rows ? bytes : 0", "row <= rows ? bytes : 0"),
     Fault("columns past the head dim are loaded",          BOUNDS,     "narrow",
-          "tile/copy_async.cuh", "kWhole ? 16 :", "true ? 16 :"),
-    Fault("every query head has its own keys",             BOUNDS,     "plain",
-          "attn/tile.cuh", "kv_head = head / p.group;", "kv_head = head;"),
+          "tile/copy_async.cuh", "kWhole || right >= 8 ? 16 :", "true ? 16 :"),
+    Fault("every query head has its own keys",             BOUNDS,     "grouped",
+          "attn/tile.cuh", "p.k, p.k_stride, kv_head", "p.k, p.k_stride, head"),
+    Fault("a bias's row past the end is read",             BOUNDS,     "bias",         # silent
+          "attn/score_row.cuh", "min_of(query, p.seqlen_q - 1)", "query"),
+    Fault("a bias is read past the last key",              BOUNDS,     "bias",         # silent
+          "attn/score_mod.cuh", "min_of(key, p.seqlen_k - 1)", "key"),
+    Fault("a mask is read past the last key",              BOUNDS,     "mask",         # silent
+          "attn/mask.cuh", "visible = visible && mask.at(key0 + col)",
+          "visible = mask.at(key0 + col) && visible"),
     Fault("a row past the end is stored",                  OUTPUT,     "plain",
           "attn/epilogue.cuh", "if (row >= p.seqlen_q)", "if (row > p.seqlen_q)"),
     Fault("the lse of a row past the end is stored",       OUTPUT,     "plain",
           "attn/epilogue.cuh", "row < p.seqlen_q) out", "row <= p.seqlen_q) out"),
-    Fault("all lanes of a row store its lse",              OUTPUT,     "plain",
+    Fault("all lanes of a row store its lse",              OUTPUT,     "plain",        # silent
           "attn/epilogue.cuh", "o.col(0) == 0 &&", ""),
     Fault("every second pair of columns is not stored",    OUTPUT,     "plain",
           "attn/epilogue.cuh", "c < Output::kCols; c += kRun", "c < Output::kCols; c += 2 * kRun"),
@@ -105,6 +123,7 @@ _FA2 = (
           "attn/tile.cuh", "matrix(p.o, p.o_stride, head)", "matrix(p.q, p.q_stride, head)"),
     Fault("pairs are stored at odd columns",               UNDEFINED,  "plain",
           "attn/epilogue.cuh", "col = o.col(c);", "col = o.col(c) | 1;"),
+    # copies and barriers
     Fault("no barrier before K is read",                   RACE,       "plain",
           "fa2_fwd.cu", "ptx::bar_sync(); // K of", "// K of"),
     Fault("no barrier before V is read",                   RACE,       "plain",
@@ -123,29 +142,39 @@ _FA2 = (
           "ptx::bar_sync(); ptx::cp_async_wait_group<0>(); // V"),
     Fault("V's copies belong to no group",                 IN_FLIGHT,  "plain",
           "fa2_fwd.cu", "p.head_dim_v); ptx::cp_async_commit_group();", "p.head_dim_v);"),
-    Fault("K is loaded while others read it",              RACE,       "plain",
-          "fa2_fwd.cu", "softmax.update(s, o);",
-          "softmax.update(s, o); if (n + 1 < keys.last) load_k(n + 1);"),
-    Fault("V is loaded while others read it",              RACE,       "plain",
-          "fa2_fwd.cu", "ptx::cp_async_wait_group<0>(); ptx::bar_sync(); // K",
-          "ptx::cp_async_wait_group<0>(); if (n > keys.first) load_v(n); ptx::bar_sync(); // K"),
-    Fault("the last rows of a tile are not loaded",        UNWRITTEN,  "plain",
-          "tile/copy_async.cuh", "t < ceil_div(kRows, kStep)", "t < ceil_div(kRows, kStep) - 1"),
-    Fault("K lies over the end of Q",                      IN_FLIGHT,  "plain",
+    Fault("K is loaded while others read it",              RACE,       "plain",        # silent
+          "fa2_fwd.cu", "ptx::bar_sync(); // V of block n is here, K of block n was used "
+          "if (n > keys.first) load_k(n - 1);",
+          "if (n > keys.first) load_k(n - 1); ptx::bar_sync();"),
+    Fault("V is loaded while others read it",              RACE,       "plain",        # silent
+          "fa2_fwd.cu", "ptx::bar_sync(); // K of block n is here, V of block n + 1 was used "
+          "load_v(n);", "load_v(n); ptx::bar_sync();"),
+    Fault("one warp meets a barrier more",                 DEADLOCK,   "plain",
+          "fa2_fwd.cu", "softmax.finish(o, p, tile, lse);",
+          "if (warp() == 0) ptx::bar_sync(); softmax.finish(o, p, tile, lse);"),
+    # shared memory
+    Fault("the last warp does not load Q",                 UNWRITTEN,  "plain",
+          "fa2_fwd.cu", "copy_rows_async(q_smem,", "if (warp() < 3) copy_rows_async(q_smem,"),
+    Fault("rows past the end are left as they are",        UNWRITTEN,  "plain",        # silent
+          "tile/copy_async.cuh", "ptx::cp_async_cg_16(",
+          "if (from - src < rows * stride) ptx::cp_async_cg_16("),
+    Fault("K lies over the end of Q",                      RACE,       "plain",
           "fa2_fwd.cu", "k_smem{smem + TileQ::kBytes}", "k_smem{smem + TileQ::kBytes - 1024}"),
-    Fault("V lies over K",                                 IN_FLIGHT,  "plain",
+    Fault("V lies over K",                                 IN_FLIGHT,  "plain",        # at times
           "fa2_fwd.cu", "v_smem{smem + TileQ::kBytes + TileK::kBytes}",
           "v_smem{smem + TileQ::kBytes}"),
-    Fault("V sticks out of shared memory",                 BOUNDS,     "plain",
+    Fault("V sticks out of shared memory",                 BOUNDS,     "plain",        # silent
           "fa2_fwd.cu", "v_smem{smem + TileQ::kBytes + TileK::kBytes}",
           "v_smem{smem + TileQ::kBytes + TileK::kBytes + 1024}"),
     Fault("chunks of half a size",                         PROTOCOL,   "plain",
           "tile/swizzled_tile.cuh", "place * 16", "place * 8"),
-    Fault("V is read without its swizzle",                 WRONG,      "plain",
-          "tile/mma_fragment.cuh", "v.at(row + 16 * k, n, half)",
-          "v.base + 128 * (row + 16 * k) + 32 * n + 16 * half"),
+    Fault("chunks of V change places",                     WRONG,      "plain",
+          "tile/mma_fragment.cuh", "ldmatrix_x4_trans(v_frag,", "ldmatrix_x4_trans(v_frag, 16 ^"),
     Fault("no swizzle at all",                             CONFLICTS,  "plain",
           "tile/swizzled_tile.cuh", "chunk ^ (row & 7)", "chunk"),
+    Fault("half a slab without its swizzle",               CONFLICTS,  "half slab",
+          "tile/swizzled_tile.cuh", "chunk ^ (row >> 1 & 3)", "chunk"),
+    # fragments
     Fault("the halves of B change places",                 WRONG,      "plain",
           "tile/mma_fragment.cuh", "a_frag[m], b_frag[0], b_frag[1]",
           "a_frag[m], b_frag[1], b_frag[0]"),
@@ -153,16 +182,16 @@ _FA2 = (
           "tile/mma_fragment.cuh", "ldmatrix_x4_trans(v_frag", "ldmatrix_x4(v_frag"),
     Fault("a fragment's index out of range",               UNDEFINED,  "plain",
           "tile/mma_fragment.cuh", "s.x[m][2 * k + i / 2]", "s.x[m][2 * k + 2 + i / 2]"),
+    Fault("O starts with what is there",                   WRONG,      "plain",
+          "fa2_fwd.cu", "o.clear();", ""),
+    # softmax and masks
     Fault("lanes of a row have different maxima",          WRONG,      "plain",
           "tile/reduce.cuh", "step < kRowLanes; step *= 2) x = larger",
           "step < kRowLanes / 2; step *= 2) x = larger"),
-    Fault("only lanes with a new maximum exchange it",     DIVERGENCE, "plain",
-          "attn/softmax.cuh", "top = larger(m[r], row_max<Scores::kRowLanes>(top));",
-          "if (top > m[r]) top = row_max<Scores::kRowLanes>(top);"),
     Fault("O keeps to the old maximum",                    WRONG,      "plain",
-          "attn/softmax.cuh", "o.at(r, c) *= rescale;", ""),
+          "attn/softmax.cuh", "o.at(r, c) *= rescale;", ";"),
     Fault("a row without a key subtracts -inf",            WRONG,      "causal",
-          "attn/softmax.cuh", "top == -infinity() ? Real(0) : top;", "top;"),
+          "attn/softmax.cuh", "== -infinity() ? Real(0) :", "== infinity() ? Real(0) :"),
     Fault("a row without a key divides by 0",              WRONG,      "causal",
           "attn/softmax.cuh", "sum == 0 ? Real(0) : rescale / sum", "rescale / sum"),
     Fault("keys past the end are seen",                    WRONG,      "plain",
@@ -178,12 +207,21 @@ _FA2 = (
     Fault("blocks on the left bound count as whole",       WRONG,      "window",
           "attn/key_range.cuh", "ceil_div(row_begin(p, bottom), kBlockN)",
           "row_begin(p, top) / kBlockN"),
-    Fault("one warp meets a barrier more",                 DEADLOCK,   "plain",
-          "fa2_fwd.cu", "softmax.finish(o, p, tile, lse);",
-          "if (warp() == 0) ptx::bar_sync(); softmax.finish(o, p, tile, lse);"),
+    # collectives in branches
+    Fault("lanes with a negative maximum keep it",         DIVERGENCE, "plain",
+          "tile/reduce.cuh", "x = larger(x, ptx::shfl_bfly(x, step))",
+          "if (x > 0) x = larger(x, ptx::shfl_bfly(x, step))"),
     Fault("a product only for lanes whose row exists",     DIVERGENCE, "plain",
           "fa2_fwd.cu", "matmul_nn(o, narrow(s), v_smem);",
           "if (tile.row0 + o.row(0) < p.seqlen_q) matmul_nn(o, narrow(s), v_smem);"),
+    Fault("a product for half of the lanes",               DIVERGENCE, "plain",
+          "tile/mma_fragment.cuh", "mma(o.x[m][2 * n], p",
+          "if (lane() < 16) mma(o.x[m][2 * n], p"),
+    Fault("a barrier in each of two branches",             DIVERGENCE, "plain",
+          "fa2_fwd.cu", "ptx::bar_sync(); // V of",
+          "if (lane() < 16) { ptx::bar_sync(); s.at(0, 0) += 1e-30f; } else ptx::bar_sync(); //"),
+    Fault("lanes whose row does not exist return",         DEADLOCK,   "plain",
+          "fa2_fwd.cu", "Scores s;", "if (tile.row0 + o.row(0) >= p.seqlen_q) return; Scores s;"),
 )
 
 _SIMT = (
@@ -193,24 +231,24 @@ _SIMT = (
           "tile/padded_tile.cuh", "e < inside ? from[e] : Elem(0)", "from[e]"),
     Fault("columns past the head dim are loaded",          BOUNDS,     "narrow",
           "tile/padded_tile.cuh", "? cols - col : 0", "? kCols - col : 0"),
-    Fault("no barrier before K is read",                   RACE,       "plain",
+    Fault("no barrier before K is read",                   UNWRITTEN,  "plain",
           "fa2_fwd_simt.cu", "ptx::bar_sync(); // Q and", "// Q and"),
-    Fault("no barrier before V takes the place of K",      RACE,       "plain",
+    Fault("no barrier before V takes the place of K",      RACE,       "plain",        # silent
           "fa2_fwd_simt.cu", "ptx::bar_sync(); // all have used K", "// all have used K"),
     Fault("no barrier before V is read",                   RACE,       "plain",
           "fa2_fwd_simt.cu", "ptx::bar_sync(); // V of", "// V of"),
     Fault("no barrier before K takes the place of V",      RACE,       "plain",
           "fa2_fwd_simt.cu", "ptx::bar_sync(); // all have used V", "// all have used V"),
-    Fault("P is stored after its barrier",                 RACE,       "plain",
-          "fa2_fwd_simt.cu", "store_tile(p_smem, s); ptx::bar_sync();",
-          "ptx::bar_sync(); store_tile(p_smem, s);"),
+    Fault("P is stored after the last barrier",            RACE,       "plain",        # silent
+          "fa2_fwd_simt.cu", "matmul_nn(o, p_smem, v_smem);",
+          "store_tile(p_smem, s); matmul_nn(o, p_smem, v_smem);"),
     Fault("V lies over P",                                 WRONG,      "plain",
           "fa2_fwd_simt.cu", "v_smem{k_smem.base}", "v_smem{p_smem.base}"),
     Fault("the last row of a tile is not loaded",          UNWRITTEN,  "plain",
           "tile/padded_tile.cuh", "i < kRows * kRuns", "i < (kRows - 1) * kRuns"),
-    Fault("K sticks out of shared memory",                 BOUNDS,     "plain",
+    Fault("K sticks out of shared memory",                 BOUNDS,     "plain",        # silent
           "fa2_fwd_simt.cu", "smem + TileQ::kBytes + TileP::kBytes)",
-          "smem + TileQ::kBytes + TileP::kBytes + 16)"),
+          "smem + TileQ::kBytes + TileP::kBytes + 64)"),
     Fault("V is read one row too far down",                BOUNDS,     "plain",
           "tile/simt_fragment.cuh", "run<kRun>(j + e, o.col(c))", "run<kRun>(j + e + 1, o.col(c))"),
     Fault("runs that are not aligned",                     UNDEFINED,  "plain",
@@ -224,27 +262,25 @@ _SIMT = (
           "tile/reduce.cuh", "step < kRowLanes; step *= 2) x = larger",
           "step < kRowLanes / 2; step *= 2) x = larger"),
     Fault("a row without a key subtracts -inf",            WRONG,      "causal",
-          "attn/softmax.cuh", "top == -infinity() ? Real(0) : top;", "top;"),
-    Fault("one half-warp of a warp reduces",               DIVERGENCE, "plain",
+          "attn/softmax.cuh", "== -infinity() ? Real(0) :", "== infinity() ? Real(0) :"),
+    Fault("softmax only for threads whose rows exist",    DIVERGENCE, "plain",
           "fa2_fwd_simt.cu", "softmax.update(s, o);",
           "if (tile.row0 + s.row(0) < p.seqlen_q) softmax.update(s, o);"),
-    Fault("barriers only for threads whose rows exist",    DEADLOCK,   "plain",
+    Fault("a barrier only for threads whose rows exist",   RACE,       "plain",
           "fa2_fwd_simt.cu", "ptx::bar_sync(); // all have used V",
-          "if (tile.row0 + s.row(0) < p.seqlen_q) ptx::bar_sync();"),
+          "if (tile.row0 + s.row(0) < p.seqlen_q) ptx::bar_sync(); //"),
 )
 
 _LINEAR_SM90 = "linear_attention_sm90.cu"
 _LINEAR_FAULTS = (
     # mbarriers
-    Fault("no barrier after mbarrier.init",                RACE,       "plain",
+    Fault("no barrier after mbarrier.init",                RACE,       "plain",        # silent
           _LINEAR_SM90, "ptx::bar_sync(); // all see", "// all see"),
-    Fault("mbarrier.init is not fenced",                   PROTOCOL,   "plain",
+    Fault("mbarrier.init is not fenced",                   PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "ptx::fence_mbarrier_init();", ""),
     Fault("mbarriers overlap",                             PROTOCOL,   "plain",
           _LINEAR_SM90, "ptx::mbarrier_init(full + 8 * i, 1);",
           "ptx::mbarrier_init(full + 4 * i, 1);"),
-    Fault("the ring of V is not initialised",              PROTOCOL,   "plain",
-          _LINEAR_SM90, "values.init();", ""),
     Fault("an mbarrier is initialised twice",              PROTOCOL,   "plain",
           _LINEAR_SM90, "values.init();", "keys.init();"),
     Fault("the producer does not wait for a free stage",   PROTOCOL,   "plain",
@@ -264,21 +300,23 @@ _LINEAR_FAULTS = (
           _LINEAR_SM90, "expect_tx(bar, kTileBytes)", "expect_tx(bar, kTileBytes / 2)"),
     Fault("too many bytes are expected",                   DEADLOCK,   "plain",
           _LINEAR_SM90, "expect_tx(bar, kTileBytes)", "expect_tx(bar, 2 * kTileBytes)"),
-    Fault("half of Q is expected",                         IN_FLIGHT,  "plain",
+    Fault("half of Q is expected",                         IN_FLIGHT,  "plain",        # at times
           _LINEAR_SM90, "expect_tx(q_full, kConsumers * kTileBytes)",
           "expect_tx(q_full, kTileBytes)"),
-    Fault("Q is not waited for",                           IN_FLIGHT,  "plain",
+    Fault("Q is not waited for",                           IN_FLIGHT,  "plain",        # at times
           _LINEAR_SM90, "wait(q_full, 0);", ""),
-    Fault("V is not waited for",                           IN_FLIGHT,  "plain",
+    Fault("the wait for Q has the wrong parity",           IN_FLIGHT,  "plain",        # at times
+          _LINEAR_SM90, "wait(q_full, 0);", "wait(q_full, 1);"),
+    Fault("V is not waited for",                           IN_FLIGHT,  "plain",        # at times
           _LINEAR_SM90, "values.wait_full(n - 1);", ""),
-    Fault("the last V is not waited for",                  IN_FLIGHT,  "plain",
+    Fault("the last V is not waited for",                  IN_FLIGHT,  "plain",        # at times
           _LINEAR_SM90, "values.wait_full(blocks - 1);", ""),
-    Fault("another block of K is waited for",              IN_FLIGHT,  "plain",
+    Fault("another block of K is waited for",              IN_FLIGHT,  "plain",        # at times
           _LINEAR_SM90, "keys.wait_full(n);", "keys.wait_full(n - 1);"),
-    Fault("K is released while it is read",                IN_FLIGHT,  "plain",
+    Fault("K is released while it is read",                RACE,       "plain",        # at times
           _LINEAR_SM90, "ptx::wgmma_wait_group<1>(); // S_n is there keys.release(n);",
           "keys.release(n); ptx::wgmma_wait_group<1>();"),
-    Fault("V is released while it is read",                IN_FLIGHT,  "plain",
+    Fault("V is released while it is read",                RACE,       "plain",        # at times
           _LINEAR_SM90, "keys.release(n); ptx::wgmma_wait_group<0>(); // O too, so P_{n-1} and "
           "V_{n-1} are free values.release(n - 1);",
           "keys.release(n); values.release(n - 1); ptx::wgmma_wait_group<0>();"),
@@ -289,14 +327,19 @@ _LINEAR_FAULTS = (
     # TMA loads
     Fault("all lanes of the producer load",                PROTOCOL,   "plain",
           _LINEAR_SM90, "warp == 0 && ptx::elect_sync() && blocks", "warp == 0 && blocks"),
-    Fault("every warp of the producer loads",              PROTOCOL,   "plain",
-          _LINEAR_SM90, "warp == 0 && ptx::elect_sync() && blocks", "ptx::elect_sync() && blocks"),
-    Fault("a block of K too many is loaded",               PROTOCOL,   "plain",
+    Fault("half a warp elects",                            DEADLOCK,   "plain",
+          _LINEAR_SM90, "warp == 0 && ptx::elect_sync() && blocks",
+          "warp == 0 && ptx::tid_x() % 32 < 16 && ptx::elect_sync() && blocks"),
+    Fault("a block of K too many is loaded",               PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "if (n + 1 < blocks) keys.load", "keys.load"),
     Fault("tiles at no multiple of 1024",                  PROTOCOL,   "plain",
           _LINEAR_SM90, "keys(smem + kK, q_full + 8)", "keys(smem + kK + 512, q_full + 8)"),
     Fault("the rings of K and V overlap",                  IN_FLIGHT,  "plain",
           _LINEAR_SM90, "values(smem + kV,", "values(smem + kV - kTileBytes,"),
+    Fault("the ring of V sticks out of shared memory",     BOUNDS,     "plain",
+          _LINEAR_SM90, "values(smem + kV,", "values(smem + kV + 2 * kTileBytes,"),
+    Fault("every query head has its own keys",             WRONG,      "plain",
+          _LINEAR_SM90, "kv_head = head / p.group", "kv_head = head"),
     Fault("both halves of Q are the first rows",           WRONG,      "plain",
           _LINEAR_SM90, "row0 + 64 * i", "row0"),
     Fault("head and batch change places",                  WRONG,      "plain",
@@ -304,7 +347,7 @@ _LINEAR_FAULTS = (
     # wgmma
     Fault("S is not waited for",                           IN_FLIGHT,  "plain",
           _LINEAR_SM90, "ptx::wgmma_wait_group<0>(); keys.release(0);", "keys.release(0);"),
-    Fault("no wait before K is released",                  IN_FLIGHT,  "plain",
+    Fault("no wait before K is released",                  RACE,       "plain",        # at times
           _LINEAR_SM90, "ptx::wgmma_wait_group<1>();", ""),
     Fault("no wait before P is replaced",                  IN_FLIGHT,  "plain",
           _LINEAR_SM90, "ptx::wgmma_wait_group<0>(); // O too", "// O too"),
@@ -314,24 +357,19 @@ _LINEAR_FAULTS = (
     Fault("O is not waited for",                           IN_FLIGHT,  "plain",
           _LINEAR_SM90, "values.tile(blocks - 1)); ptx::wgmma_wait_group<0>();",
           "values.tile(blocks - 1));"),
-    Fault("the wait for O is too weak",                    IN_FLIGHT,  "plain",
-          _LINEAR_SM90, "values.tile(blocks - 1)); ptx::wgmma_wait_group<0>();",
-          "values.tile(blocks - 1)); ptx::wgmma_wait_group<1>();"),
     Fault("a product's group is not committed",            IN_FLIGHT,  "plain",
           _LINEAR_SM90, "descriptor(v + 2048 * i), true); ptx::wgmma_commit_group();",
           "descriptor(v + 2048 * i), true);"),
-    Fault("no wgmma.fence before S = Q K^T",               PROTOCOL,   "plain",
+    Fault("no wgmma.fence before S = Q K^T",               PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "u32 k) { ptx::wgmma_fence();", "u32 k) {"),
-    Fault("no wgmma.fence before O += P V",                PROTOCOL,   "plain",
+    Fault("no wgmma.fence before O += P V",                PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "u32 v) { ptx::wgmma_fence();", "u32 v) {"),
     Fault("descriptor: 512 bytes from 8 rows to the next", WRONG,      "plain",
           _LINEAR_SM90, "u64(1024 / 16) << 32", "u64(512 / 16) << 32"),
     Fault("descriptor: no swizzle",                        PROTOCOL,   "plain",
           _LINEAR_SM90, "| u64(1) << 62", ""),
-    Fault("descriptor: the swizzle of 64 bytes",           WRONG,      "plain",
+    Fault("descriptor: the swizzle of 64 bytes",           PROTOCOL,   "plain",
           _LINEAR_SM90, "u64(1) << 62", "u64(2) << 62"),
-    Fault("descriptor: an address in bytes",               PROTOCOL,   "plain",
-          _LINEAR_SM90, "u64(address >> 4 & 0x3fff)", "u64(address)"),
     Fault("K advances by 64 bytes",                        PROTOCOL,   "plain",
           _LINEAR_SM90, "descriptor(k + 32 * i)", "descriptor(k + 64 * i)"),
     Fault("V advances by 1024 bytes",                      WRONG,      "plain",
@@ -371,40 +409,39 @@ _LINEAR_FAULTS = (
           "tile + 128 * (16 * warp + lane % 16) + 16 * (2 * i + lane / 16)"),
     Fault("O is written over another consumer's Q",        RACE,       "plain",
           _LINEAR_SM90, "stage(q, o);", "stage(smem + kQ + (1 - consumer) * kTileBytes, o);"),
-    Fault("O is transposed",                               WRONG,      "plain",
-          _LINEAR_SM90, "ptx::stmatrix_x4(", "ptx::stmatrix_x4_trans("),
-    Fault("no fence.proxy.async after stmatrix",           RACE,       "plain",
+    Fault("no fence.proxy.async after stmatrix",           RACE,       "plain",        # silent
           _LINEAR_SM90, "ptx::fence_proxy_async_shared();", ""),
-    Fault("sums are written after the fence",              RACE,       "plain",
+    Fault("sums are written after the fence",              RACE,       "plain",        # silent
           _LINEAR_SM90, "stage(q, o); // over Q, which has been read "
           "ptx::fence_proxy_async_shared();",
           "stage(q, o); ptx::fence_proxy_async_shared(); "
           "sum_columns(reinterpret_cast<f32*>(ptx::dynamic_smem() + sums_offset), o);"),
-    Fault("no barrier before the TMA store",               RACE,       "plain",
+    Fault("no barrier before the TMA store",               RACE,       "plain",        # at times
           _LINEAR_SM90, "ptx::bar_sync(kWarpgroup + consumer, 128);", ""),
-    Fault("both consumers meet at one barrier",            RACE,       "plain",
+    Fault("only a warp meets before the TMA store",        RACE,       "plain",        # at times
+          _LINEAR_SM90, "ptx::bar_sync(kWarpgroup + consumer, 128);", "ptx::bar_warp_sync();"),
+    Fault("both consumers meet at one barrier",            RACE,       "plain",        # silent
           _LINEAR_SM90, "ptx::bar_sync(kWarpgroup + consumer, 128);",
           "ptx::bar_sync(kWarpgroup, 128);"),
-    Fault("every warp stores O",                           OUTPUT,     "plain",
+    Fault("every warp stores O",                           OUTPUT,     "plain",        # silent
           _LINEAR_SM90, "if (warp == 0) ptx::cp_async_bulk_tensor", "ptx::cp_async_bulk_tensor"),
     Fault("all lanes add their sums",                      WRONG,      "plain",
           _LINEAR_SM90, "if (ptx::elect_sync()) { if (warp == 0)",
           "{ if (ptx::elect_sync() && warp == 0)"),
     Fault("sums of a warp too many are added",             BOUNDS,     "plain",
           _LINEAR_SM90, "smem + sums_offset, kHeadDim * 4", "smem + sums_offset, kHeadDim * 8"),
-    Fault("sums go to another head",                       WRONG,      "plain",
-          _LINEAR_SM90, "batch) * p.heads + head) * kHeadDim", "batch) * p.heads) * kHeadDim"),
     Fault("warps share their place for sums",              RACE,       "plain",
           _LINEAR_SM90, "kSums + (4 * consumer + warp)", "kSums + (consumer + warp)"),
+    Fault("half of the sums are not written",              UNWRITTEN,  "plain",
+          _LINEAR_SM90, "if (lane < 4) sums", "if (lane < 2) sums"),
     Fault("sums lie over the mbarriers",                   PROTOCOL,   "plain",
           _LINEAR_SM90, "kSums + (4 * consumer + warp)", "kSums + (4 * consumer + warp + 1)"),
-    Fault("only eight rows are summed",                    WRONG,      "plain",
-          _LINEAR_SM90, "step < 32; step *= 2) sum", "step < 16; step *= 2) sum"),
-    Fault("the store is not waited for",                   PROTOCOL,   "plain",
+    Fault("the store is not waited for",                   PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "ptx::cp_async_bulk_wait_group_read<0>();", ""),
-    Fault("the wait for the store is too weak",            PROTOCOL,   "plain",
-          _LINEAR_SM90, "wait_group_read<0>()", "wait_group_read<1>()"),
-    Fault("the store belongs to no group",                 PROTOCOL,   "plain",
+    Fault("other threads wait for the store",              PROTOCOL,   "plain",        # silent
+          _LINEAR_SM90, "ptx::cp_async_bulk_wait_group_read<0>();",
+          "} if (!ptx::elect_sync()) { ptx::cp_async_bulk_wait_group_read<0>();"),
+    Fault("the store belongs to no group",                 PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "ptx::cp_async_bulk_commit_group();", ""),
 )
 # fmt: on

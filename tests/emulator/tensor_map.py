@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cufa.testing import numpy_dtype
+
 #: `emu::TensorMap` of host/emu.h.
 _EMULATED = np.dtype(
     [
@@ -45,7 +47,7 @@ class TensorMap:
         m = np.zeros(1, _EMULATED)
         rank = len(self.dims)
         m["base"], m["rank"] = address, rank
-        m["item_bytes"], m["swizzle_bytes"] = np.dtype(self.dtype).itemsize, self.swizzle_bytes
+        m["item_bytes"], m["swizzle_bytes"] = numpy_dtype(self.dtype).itemsize, self.swizzle_bytes
         m["dims"][0, :rank], m["box"][0, :rank] = self.dims, self.box
         m["strides"][0, : rank - 1] = self.strides
         return m.view(np.uint8)

@@ -10,6 +10,17 @@ struct ScoreStrides {
   i64 batch, head, row, key;
 };
 
+// What block numbers are divided by, without a division: its result would be a number for each
+// thread where this is one for the block, which costs the large tiles their last registers.
+// Source: Granlund and Montgomery, PLDI 1994, theorem 4.2; n and value are below 2^31.
+struct Divisor {
+  i32 value;
+  u32 multiplier;
+  i32 shift;
+
+  DEVICE int quotient(u32 n) const { return int(u64(n) * multiplier >> shift); }
+};
+
 struct Params {
   const void *q, *k, *v;
   void *o, *lse;
@@ -21,8 +32,8 @@ struct Params {
 
   f64 scale, softcap, scale_over_softcap;
 
-  i32 heads, group;  // query heads, and how many of them share a key/value head
-  i32 tiles;         // query tiles of one head
+  Divisor heads, group;  // query heads, and how many of them share a key/value head
+  Divisor tiles;         // query tiles of one head
   i32 seqlen_q, seqlen_k;
   i32 head_dim, head_dim_v;
   i32 diagonal, left, right;  // row i sees keys i + diagonal - left .. i + diagonal + right

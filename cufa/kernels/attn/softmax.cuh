@@ -3,15 +3,20 @@
 #pragma once
 #include "attn/tile.cuh"
 #include "base/math.cuh"
+#include "ptx/vote.cuh"
 #include "tile/reduce.cuh"
 
 // Beyond this exponent of 2, to round scale * s and scale * m apart costs more than their
 // difference is worth: subtract first, then scale.
 constexpr f32 kFoldLimit = 16384.f;
 
+// How far, as an exponent of 2, a score may exceed m before m and the output follow it: until then
+// weights are up to 2^kSlack, which costs no precision, and most blocks multiply no output.
+constexpr f32 kSlack = 8.f;
+
 template <int kRows> struct OnlineSoftmax {
   Real scale;     // from scores, as score_mod leaves them, to exponents of 2
-  Real m[kRows];  // largest score so far
+  Real m[kRows];  // what the weights of a row are relative to: about its largest score so far
   Real l[kRows];  // this lane's part of sum exp2(scale * (s - m))
 
   DEVICE explicit OnlineSoftmax(const Params& p)
@@ -20,36 +25,30 @@ template <int kRows> struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0;
   }
 
-  // s becomes P = exp2(scale * (s - m)), and the output so far follows the new m.
+  // s becomes P = exp2(scale * (s - m)), and the output so far follows m where that moves.
   template <class Scores, class Output> DEVICE void update(Scores& s, Output& o) {
     static_assert(Scores::kRows == kRows && Output::kRows == kRows);
+    Real top[kRows];
+    bool special = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Real top = s.at(r, 0);
+      top[r] = s.at(r, 0);
 #pragma unroll
-      for (int c = 1; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
-      top = larger(m[r], row_max<Scores::kRowLanes>(top));
-      Real previous = m[r], base = ptx::mul_rn(top, scale);
-      m[r] = top;
-      if (!kFoldScale || !(abs_of(base) < kFoldLimit)) {
-        // A row without a key yet keeps its place: -inf - -inf would be NaN.
-        const Real shift = top == -infinity() ? Real(0) : top;
+      for (int c = 1; c < Scores::kCols; ++c) top[r] = larger(top[r], s.at(r, c));
+      top[r] = row_max<Scores::kRowLanes>(top[r]);
+      special |= ((top[r] - m[r]) * scale > kSlack) | !can_fold(m[r]);  // no branch for each row
+    }
+    // One branch for all rows, so that exponentials and the product that follows share a block of
+    // instructions, in which the compiler runs one under the other.
+    if (ptx::vote_any(special)) follow(top, s, o);
 #pragma unroll
-        for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) -= shift;
-        previous -= shift;
-        base = 0;
-      }
-      // diag(exp(m_prev - m_new)), not its inverse. Both products are rounded: a base that is
-      // exact here and rounded below would be off by a factor that grows with every block.
-      const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - base);
-      l[r] *= rescale;
+    for (int r = 0; r < kRows; ++r) {
+      const Real base = can_fold(m[r]) ? ptx::mul_rn(m[r], scale) : Real(0);
 #pragma unroll
       for (int c = 0; c < Scores::kCols; ++c) {
         s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
         l[r] += s.at(r, c);
       }
-#pragma unroll
-      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= rescale;
     }
   }
 
@@ -75,6 +74,34 @@ template <int kRows> struct OnlineSoftmax {
       lse[r] = sum == 0 ? -infinity() : top + log2_of(sum) * Real(kLn2);
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= inverse;
+    }
+  }
+
+ private:
+  // Whether scale * s and scale * x may be rounded apart; not where x is infinite or NaN.
+  DEVICE bool can_fold(Real x) const { return abs_of(ptx::mul_rn(x, scale)) < kFoldLimit; }
+
+  // Moves m up to the largest score so far. The output so far is multiplied by
+  // diag(exp(m_prev - m_new)), not by its inverse.
+  template <class Scores, class Output>
+  DEVICE void follow(const Real (&top)[kRows], Scores& s, Output& o) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Real previous = m[r];
+      m[r] = larger(previous, top[r]);
+      Real from = ptx::mul_rn(previous, scale), base = ptx::mul_rn(m[r], scale);
+      if (!can_fold(m[r])) {
+        // A row without a key yet keeps its place: -inf - -inf would be NaN.
+        const Real shift = m[r] == -infinity() ? Real(0) : m[r];
+#pragma unroll
+        for (int c = 0; c < Scores::kCols; ++c) s.at(r, c) -= shift;
+        from = (previous - shift) * scale;
+        base = 0;
+      }
+      const Real rescale = exp2_of(from - base);
+      l[r] *= rescale;
+#pragma unroll
+      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= rescale;
     }
   }
 };

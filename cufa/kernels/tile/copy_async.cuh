@@ -10,17 +10,18 @@
 template <int kRows, int kChunks, bool kWhole>
 DEVICE void copy_slab_async(u32 slab, const u16* src, i64 stride, int rows, int cols) {
   constexpr int kStep = kThreads / kChunks;  // rows at a time
-  const int chunk = ptx::tid_x() % kChunks;
-  int row = ptx::tid_x() / kChunks;
-  const int bytes = kWhole ? 16 : max_of(0, min_of(16, 2 * (cols - 8 * chunk)));
-  const u16* from = src + row * stride + 8 * chunk;  // moves along: a product a row costs registers
+  static_assert(kStep % 8 == 0 && kStep <= 64, "the pattern of chunks repeats every 8 rows");
+  const int chunk = ptx::tid_x() % kChunks, row = ptx::tid_x() / kChunks;
+  const int right = cols - 8 * chunk;  // columns from this chunk on
+  const int bytes = kWhole || right >= 8 ? 16 : right > 0 ? 2 * right : 0;
+  const u32 to = swizzled<kChunks>(slab, row, chunk);
+  // It moves along: a product a row costs registers. The first row is below 64, and rows are less
+  // than 2^24 elements apart (gpu/registry.py).
+  const u16* from = src + (row * i32(stride) + 8 * chunk);
 #pragma unroll
-  for (int t = 0; t < ceil_div(kRows, kStep); ++t) {
-    if (kRows % kStep == 0 || row < kRows) {
-      const u32 to = swizzled<kChunks>(slab, row, chunk);
-      ptx::cp_async_cg_16(to, from, row < rows ? bytes : 0);  // of 0 bytes nothing is read
-    }
-    row += kStep;
+  for (int first = 0; first < kRows; first += kStep) {
+    if (kRows % kStep == 0 || first + row < kRows)  // of 0 bytes nothing is read
+      ptx::cp_async_cg_16(to + first * (kChunks * 16), from, first + row < rows ? bytes : 0);
     from += kStep * stride;
   }
 }

@@ -53,21 +53,22 @@ DEVICE u32 pack(f32 lo, f32 hi) {
 template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
 DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a,
                       SwizzledTile<kColTiles * 8, kDepth> b) {
-  const int a_row = 16 * kRowTiles * warp() + (lane() & 15), a_half = lane() >> 4;
+  using A = SwizzledTile<kRowsA, kDepth>;
+  using B = SwizzledTile<kColTiles * 8, kDepth>;
+  const auto a_from = a.origin(16 * kRowTiles * warp() + (lane() & 15), lane() >> 4);
   // The two halves of k of one 8-column tile land in adjacent registers, as the instruction takes
   // them; any other order costs two moves a tile.
-  const int b_row = (lane() & 7) + (lane() >> 4) * 8, b_half = lane() >> 3 & 1;
+  const auto b_from = b.origin((lane() & 7) + (lane() >> 4) * 8, lane() >> 3 & 1);
   s.clear();
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {
     u32 a_frag[kRowTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
-      ptx::ldmatrix_x4(a_frag[m], a.at(a_row + 16 * m, k, a_half));
+    for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x4(a_frag[m], A::at(a_from, 16 * m, k));
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
       u32 b_frag[4];  // two 8-column tiles
-      ptx::ldmatrix_x4(b_frag, b.at(b_row + 16 * n, k, b_half));
+      ptx::ldmatrix_x4(b_frag, B::at(b_from, 16 * n, k));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         mma(s.x[m][2 * n], a_frag[m], b_frag[0], b_frag[1]);
@@ -82,13 +83,14 @@ template <int kRowTiles, int kColTiles, int kSteps>
 DEVICE void matmul_nn(MmaFragment<kRowTiles, kColTiles>& o,
                       const OperandFragment<kRowTiles, kSteps>& p,
                       SwizzledTile<kSteps * 16, kColTiles * 8> v) {
-  const int row = lane() & 15, half = lane() >> 4;
+  using V = SwizzledTile<kSteps * 16, kColTiles * 8>;
+  const auto v_from = v.origin(lane() & 15, lane() >> 4);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
       u32 v_frag[4];
-      ptx::ldmatrix_x4_trans(v_frag, v.at(row + 16 * k, n, half));
+      ptx::ldmatrix_x4_trans(v_frag, V::at(v_from, 16 * k, n));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         mma(o.x[m][2 * n], p.x[m][k], v_frag[0], v_frag[1]);

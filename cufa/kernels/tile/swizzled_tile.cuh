@@ -22,10 +22,19 @@ template <int kRows, int kCols> struct SwizzledTile {
 
   DEVICE u32 slab(int i) const { return base + i * (kRows * 128); }
 
-  // Address of elements [row][16 * step + 8 * half ..]; as `step` is known at compile time, so is
-  // the slab.
-  DEVICE u32 at(int row, int step, int half) const {
-    const int i = step / 4, chunk = 2 * (step % 4) | half;
-    return i < kWholeSlabs ? swizzled<8>(slab(i), row, chunk) : swizzled<4>(slab(i), row, chunk);
+  // Where a lane begins to read: the address of elements [row][8 * half ..].
+  struct Origin {
+    u32 whole, last;  // in a slab of 64 columns, and in the last one if that has 32
+  };
+  DEVICE Origin origin(int row, int half) const {
+    return {swizzled<8>(base, row, half), swizzled<4>(slab(kWholeSlabs), row, half)};
+  }
+  // From there, the address of elements [row + down][16 * step + 8 * half ..]; `step` and `down`, a
+  // multiple of 8, are known at compile time. The place of a chunk is a bitwise sum, so that all
+  // addresses come from one register by one instruction each.
+  DEVICE static u32 at(Origin origin, int down, int step) {
+    return step < 4 * kWholeSlabs
+               ? (origin.whole ^ step % 4 * 32) + step / 4 * (kRows * 128) + down * 128
+               : (origin.last ^ step % 4 * 32) + down * 64;
   }
 };

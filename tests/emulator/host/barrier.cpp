@@ -7,9 +7,16 @@
 namespace emu {
 namespace {
 
+// What one lane brings to a barrier.
+struct Arrival {
+  Thread* thread;
+  int id, threads;
+  bool waits, done;
+};
+
 struct Barrier {
   int expected = 0, arrived = 0;
-  std::vector<int> waiting;
+  std::vector<Arrival*> waiting;
   Clock clock;
 };
 
@@ -17,16 +24,29 @@ struct Meeting {
   const char* op = nullptr;
   const void* pc = nullptr;
   int first_thread = 0, arrived = 0;
+  uint32_t warps = 0;  // of the warpgroup, a bit for each that is here
   std::array<void*, 128> args;
 };
 
 Barrier barriers[16];
 std::vector<Meeting> warps, warpgroups;
 
-// True if the running thread completed the barrier.
-bool arrive(int id, int threads, bool and_wait) {
+void release_all(Barrier& b) {
+  count("bar.sync");
+  for (Arrival* a : b.waiting) {
+    acquire(*a->thread, b.clock);
+    a->done = true;
+    // `meet` wakes the warp that came last.
+    if (a->thread->waits && a->thread->id / 32 != self->id / 32) wake(*a->thread);
+  }
+  b = {};
+}
+
+// A whole warp arrives: bar.sync and bar.arrive are .aligned.
+void arrive(void* const* lanes) {
+  const auto& first = *static_cast<Arrival*>(lanes[0]);
+  const int id = first.id, threads = first.threads ? first.threads : block.n_threads;
   if (id < 0 || id > 15) fail(Kind::protocol, "barrier %d: there are 16, from 0 on", id);
-  if (threads == 0) threads = block.n_threads;
   if (threads % 32 || threads > block.n_threads)
     fail(Kind::protocol, "barrier %d for %d threads: not a multiple of 32, or more than the block has",
          id, threads);
@@ -35,16 +55,15 @@ bool arrive(int id, int threads, bool and_wait) {
     fail(Kind::divergence, "barrier %d: thread %d counts %d threads, others %d", id, self->id,
          threads, b.expected);
   b.expected = threads;
-  release_to(b.clock);
-  if (and_wait) b.waiting.push_back(self->id);
-  if (++b.arrived < threads) return false;
-  count("bar.sync");
-  for (int t : b.waiting) {
-    acquire(block.threads[t], b.clock);
-    if (t != self->id) wake(block.threads[t]);
+  for (int i = 0; i < 32; ++i) {
+    auto& mine = *static_cast<Arrival*>(lanes[i]);
+    if (mine.id != id || mine.threads != first.threads)
+      fail(Kind::divergence, "threads %d and %d of a warp come to barrier %d for %d threads and to %d "
+           "for %d", first.thread->id, mine.thread->id, id, threads, mine.id, mine.threads);
+    release_to(b.clock, *mine.thread);
+    if (mine.waits) b.waiting.push_back(&mine);
   }
-  b = {};
-  return true;
+  if ((b.arrived += 32) >= threads) release_all(b);
 }
 
 }  // namespace
@@ -55,12 +74,15 @@ void bar_sync(int id, int threads) {
       "bar.sync 6",  "bar.sync 7",  "bar.sync 8",  "bar.sync 9", "bar.sync 10", "bar.sync 11",
       "bar.sync 12", "bar.sync 13", "bar.sync 14", "bar.sync 15"};
   const Doing doing(names[id & 15], __builtin_return_address(0));
-  if (!arrive(id, threads, true)) wait();
+  Arrival mine{self, id, threads, true, false};
+  meet(32, &mine, arrive);
+  while (!mine.done) wait();
 }
 
 void bar_arrive(int id, int threads) {
   const Doing doing("bar.arrive", __builtin_return_address(0));
-  arrive(id, threads, false);
+  Arrival mine{self, id, threads, false, false};
+  meet(32, &mine, arrive);
 }
 
 void bar_warp_sync() {
@@ -77,18 +99,24 @@ void bar_warp_sync() {
 }
 
 void meet(int size, void* args, void (*perform)(void* const* lanes)) {
-  Meeting& m = size == 32 ? warps[self->id / 32] : warpgroups[self->id / 128];
+  Meeting &of_warp = warps[self->id / 32], &of_group = warpgroups[self->id / 128];
+  Meeting &m = size == 32 ? of_warp : of_group, &other = size == 32 ? of_group : of_warp;
   const int first = self->id / size * size;
+  const uint32_t warp = 1u << self->id / 32 % 4;
+  const auto fail_diverged = [&](const Meeting& there) {
+    fail(Kind::divergence, "threads %d..%d diverge: thread %d is at %s, thread %d at %s @%p", first,
+         first + size - 1, self->id, self->op, there.first_thread, there.op, there.pc);
+  };
   if (first + size > block.n_threads)
     fail(Kind::divergence, "%s needs %d threads; the block has %d from thread %d on", self->op, size,
          block.n_threads - first, first);
   if (m.arrived == 0) m.op = self->op, m.pc = self->pc, m.first_thread = self->id;
-  if (strcmp(m.op, self->op) || m.pc != self->pc)
-    fail(Kind::divergence, "threads %d..%d diverge: thread %d is at %s, thread %d at %s @%p", first,
-         first + size - 1, self->id, self->op, m.first_thread, m.op, m.pc);
+  if (strcmp(m.op, self->op) || m.pc != self->pc) fail_diverged(m);
+  if (other.warps & warp) fail_diverged(other);
   m.args[self->id - first] = args;
+  m.warps |= warp;
   if (++m.arrived < size) return wait();
-  m.arrived = 0;
+  m.arrived = 0, m.warps = 0;
   count(self->op);
   perform(m.args.data());
   for (int i = first; i < first + size; ++i)

@@ -67,8 +67,8 @@ inline int wgmma_agent(int warpgroup) { return block.n_threads + kMaxMbarriers +
 // Whether what `agent` did at `moment` happened before now, for a thread with this clock.
 inline bool knows(const Clock& seen, int agent, Moment moment) { return seen[agent] >= moment; }
 void join(Clock& into, const Clock& from);
-// All that the running thread has done happens before whatever acquires `clock`.
-void release_to(Clock& clock);
+// All that a thread has done happens before whatever acquires `clock`.
+void release_to(Clock& clock, Thread& thread = *self);
 void acquire(Thread& thread, const Clock& clock);
 
 // A meeting of all lanes of a warp (32) or warpgroup (128): each leaves `args`, the last one does

@@ -57,6 +57,7 @@ struct Store {
   int bytes;
   Box box;     // or, with `add`, floats side by side
   float* add;
+  const void* pc;
 };
 struct Stores {  // of one thread
   std::vector<Store> open;
@@ -163,14 +164,14 @@ bool land_one_load() {
       land_row(load.box, n, load.offset + n * load.box.row_bytes());
   const Moment moment = ++agent_moment;
   set_written(load.offset, load.bytes, agent_of(load.bar), moment, load.pc);
-  land_bytes(load.bar, load.bytes, moment);
+  land_bytes(load.bar, load.bytes, moment, load.pc);
   return true;
 }
 
 void tensor_store(const void* map, const int* coords, int rank, uint32_t src) {
   const Doing doing("cp.async.bulk.tensor store", __builtin_return_address(0));
   const Box box = make_box(map, coords, rank, shared_offset(src, 16, 128));
-  start_store({shared_offset(src, box.bytes(), 128), box.bytes(), box, nullptr});
+  start_store({shared_offset(src, box.bytes(), 128), box.bytes(), box, nullptr, self->pc});
 }
 
 void bulk_reduce_add(float* dst, uint32_t src, int bytes) {
@@ -179,7 +180,7 @@ void bulk_reduce_add(float* dst, uint32_t src, int bytes) {
     fail(Kind::protocol, "cp.reduce.async.bulk of %d bytes to %p: both must be multiples of 16", bytes,
          static_cast<void*>(dst));
   add_global(dst, bytes);
-  start_store({shared_offset(src, bytes, 16), bytes, {}, dst});
+  start_store({shared_offset(src, bytes, 16), bytes, {}, dst, self->pc});
 }
 
 void bulk_commit_group() {
@@ -202,10 +203,13 @@ void begin_bulk() {
 void end_bulk() {
   if (!loads.empty())
     fail_at(loads.front().pc, Kind::protocol, "the block ends while a bulk load is under way");
+  if (const void* pc = load_without_wait())  // it might have been, in another order
+    fail_at(pc, Kind::protocol, "the block ends with a bulk load that nobody has waited for");
   for (const Stores& s : stores)
     if (!s.open.empty() || !s.groups.empty())
-      fail(Kind::protocol, "the block ends while a bulk copy out of shared memory is under way: thread "
-           "%d did not wait", int(&s - stores.data()));
+      fail_at((s.groups.empty() ? s.open : s.groups.front()).front().pc, Kind::protocol,
+              "the block ends while a bulk copy out of shared memory is under way: thread %d did not "
+              "wait", int(&s - stores.data()));
 }
 
 }  // namespace emu

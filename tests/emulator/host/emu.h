@@ -23,6 +23,7 @@ void bar_warp_sync();
 
 // Collectives: all lanes of a warp call them, whichever comes last does the work for all.
 uint64_t shfl_bfly(uint64_t bits, int lane_mask);
+bool vote_any(bool x);
 bool elect_sync();
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t row, bool trans);
 void stmatrix_x4(uint32_t row, const uint32_t (&r)[4], bool trans);

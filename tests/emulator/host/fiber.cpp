@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <random>
 #include <string>
@@ -31,6 +32,7 @@ Order order = Order::first;
 namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
+constexpr size_t kFrameBytes = 16 << 10;  // what a kernel needs of it
 
 void* main_stack_pointer = nullptr;
 std::vector<int> ready;  // from ready_head on: threads that can run
@@ -102,6 +104,8 @@ void prepare(Thread& thread) {
   if (!thread.stack)
     thread.stack = static_cast<uint8_t*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  // Variables that nobody initialises are NaNs.
+  memset(thread.stack + kStackBytes - kFrameBytes, 0xff, kFrameBytes);
   auto** top = reinterpret_cast<void**>(thread.stack + kStackBytes - 64);
   *--top = nullptr;  // the ABI wants rsp % 16 == 8 at a function's first instruction
   *--top = reinterpret_cast<void*>(&thread_main);
@@ -146,10 +150,10 @@ void join(Clock& into, const Clock& from) {
   for (size_t i = 0; i < into.size(); ++i) into[i] = std::max(into[i], from[i]);
 }
 
-void release_to(Clock& clock) {
+void release_to(Clock& clock, Thread& thread) {
   if (clock.empty()) clock.assign(block.n_agents, 0);
-  join(clock, self->seen);
-  ++self->seen[self->id];
+  join(clock, thread.seen);
+  ++thread.seen[thread.id];
 }
 
 void acquire(Thread& thread, const Clock& clock) {

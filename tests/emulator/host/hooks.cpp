@@ -31,7 +31,7 @@ void on_access(const void* address, int bytes, bool write, const void* pc) {
     return;
   }
   const Doing doing(write ? "store" : "load", pc);
-  if (const size_t offset = p - block.shared; offset < block.shared_bytes) {
+  if (const size_t offset = p - block.shared; offset < kMaxSharedBytes) {
     if (offset + bytes > block.shared_bytes)
       fail(Kind::bounds, "thread %d: %s of %d bytes at shared memory +%zu; the block has %u bytes",
            self->id, self->op, bytes, offset, block.shared_bytes);

@@ -20,6 +20,8 @@ struct Mbarrier {
   int agent = 0, init_thread = 0;
   Moment init_moment = 0;
   bool init_fenced = false;
+  const void* landed = nullptr;  // where the latest load was issued that nobody has waited for yet
+  int landed_in = 0;             // which phase
   std::string wait_name;
 };
 
@@ -87,6 +89,7 @@ bool mbarrier_try_wait_parity(uint32_t bar, int parity) {
     wait();
   }
   acquire(*self, b.released);
+  if (b.landed_in < b.phase) b.landed = nullptr;
   return true;
 }
 
@@ -104,12 +107,19 @@ void check_mbarrier(uint32_t bar) {
          "fence.mbarrier_init made visible", self->id, self->op, shared_offset(bar, 8, 8));
 }
 
-void land_bytes(uint32_t bar, int bytes, Moment moment) {
+void land_bytes(uint32_t bar, int bytes, Moment moment, const void* pc) {
   Mbarrier& b = mbarriers.at(bar);
   if (b.gathered.empty()) b.gathered.assign(block.n_agents, 0);
   b.gathered[b.agent] = moment;
   b.pending_bytes -= bytes;
+  b.landed = pc, b.landed_in = b.phase;
   complete_if_due(b);
+}
+
+const void* load_without_wait() {
+  for (const auto& [bar, b] : mbarriers)
+    if (b.landed) return b.landed;
+  return nullptr;
 }
 
 int agent_of(uint32_t bar) { return mbarriers.at(bar).agent; }

@@ -11,8 +11,7 @@
 namespace emu {
 namespace {
 
-constexpr uint32_t kWindow = 0x400;      // where the window starts: not at 0, as on a card
-constexpr size_t kMaxBytes = 256 << 10;  // more than any card has
+constexpr uint32_t kWindow = 0x400;  // where the window starts: not at 0, as on a card
 
 struct Record {
   const void* pc;  // of the last write
@@ -47,21 +46,21 @@ Reader& reader(uint32_t record, int agent) {
 }
 
 // Reports unless `thread` may read the record.
-void check_readable(uint32_t i, const Thread& thread, const char* verb) {
+void check_readable(uint32_t i, const Thread& thread) {
   const Record& r = records[i];
   const uint32_t offset = i * kRecordBytes;
   if (r.mbarrier)
-    fail(Kind::protocol, "thread %d %s shared memory +%u, which holds an mbarrier", thread.id, verb,
-         offset);
+    fail(Kind::protocol, "%s of thread %d reads shared memory +%u, which holds an mbarrier", self->op,
+         thread.id, offset);
   if (r.in_flight)
-    fail(Kind::in_flight, "thread %d %s shared memory +%u, into which a copy is under way",
-         thread.id, verb, offset);
+    fail(Kind::in_flight, "%s of thread %d reads shared memory +%u, into which a copy is under way",
+         self->op, thread.id, offset);
   if (!r.written)
-    fail(Kind::unwritten, "thread %d %s shared memory +%u, which nobody has written", thread.id,
-         verb, offset);
+    fail(Kind::unwritten, "%s of thread %d reads shared memory +%u, which nobody has written",
+         self->op, thread.id, offset);
   if (!knows(thread.seen, r.writer, r.moment))
-    fail(Kind::race, "thread %d %s shared memory +%u, which %s wrote @%p; nothing orders the two",
-         thread.id, verb, offset, name_of(r.writer).c_str(), r.pc);
+    fail(Kind::race, "%s of thread %d reads shared memory +%u, which %s wrote @%p; nothing orders "
+         "the two", self->op, thread.id, offset, name_of(r.writer).c_str(), r.pc);
 }
 
 }  // namespace
@@ -82,7 +81,7 @@ void read_shared(uint32_t offset, int bytes, const Thread& thread) {
   for (uint32_t i = first_record(offset), end = end_record(offset, bytes); i < end; ++i) {
     const Record& r = records[i];
     if (r.mbarrier || r.in_flight || !r.written || !knows(thread.seen, r.writer, r.moment))
-      check_readable(i, thread, "reads");
+      check_readable(i, thread);
     reader(i, thread.id) = {thread.seen[thread.id], thread.id};
   }
 }
@@ -138,7 +137,7 @@ void set_mbarrier(uint32_t offset) {
 void check_async_read(uint32_t offset, int bytes, const Thread& thread) {
   if (!launch->checked) return;
   for (uint32_t i = first_record(offset), end = end_record(offset, bytes); i < end; ++i) {
-    check_readable(i, thread, self->op);
+    check_readable(i, thread);
     const Record& r = records[i];
     if (r.writer < block.n_threads && block.threads[r.writer].fenced < r.moment)
       fail(Kind::race, "%s of thread %d reads shared memory +%u, which thread %d wrote @%p with no "
@@ -164,8 +163,8 @@ uint32_t shared_address(const void* p) {
 }
 
 void begin_shared() {
-  if (!block.shared) block.shared = static_cast<uint8_t*>(aligned_alloc(1024, kMaxBytes));
-  if (block.shared_bytes > kMaxBytes)
+  if (!block.shared) block.shared = static_cast<uint8_t*>(aligned_alloc(1024, kMaxSharedBytes));
+  if (block.shared_bytes > kMaxSharedBytes)
     fail(Kind::protocol, "%u bytes of shared memory: more than any card has", block.shared_bytes);
   memset(block.shared, 0xff, block.shared_bytes);  // NaN in every float format
   n_readers = block.n_warps + block.n_warpgroups;

@@ -1,6 +1,7 @@
 // Shared memory and what is known of every four bytes of it: who wrote last, who has read since,
 // and which asynchronous operations work on it.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "block.h"
@@ -10,6 +11,7 @@ namespace emu {
 // Bytes that share one record. Smaller accesses are refused: two threads that write the halves of
 // one record would look like a race.
 constexpr uint32_t kRecordBytes = 4;
+constexpr size_t kMaxSharedBytes = 256 << 10;  // more than any card has
 
 // The offset in shared memory that an instruction's address stands for; reports what lies outside
 // or is not aligned.

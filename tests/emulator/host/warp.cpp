@@ -123,6 +123,16 @@ uint64_t shfl_bfly(uint64_t bits, int lane_mask) {
   return mine.out;
 }
 
+bool vote_any(bool x) {
+  const Doing doing("vote.sync.any", __builtin_return_address(0));
+  meet(32, &x, [](void* const* lanes) {
+    bool any = false;
+    for (int i = 0; i < 32; ++i) any |= lane<bool>(lanes, i);
+    for (int i = 0; i < 32; ++i) lane<bool>(lanes, i) = any;
+  });
+  return x;
+}
+
 // Any lane may be elected, but always the same one.
 bool elect_sync() {
   const Doing doing("elect.sync", __builtin_return_address(0));

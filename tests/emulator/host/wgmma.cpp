@@ -36,7 +36,7 @@ struct Operand {
     if (descriptor >> 62 != 1 && descriptor >> 62 != 2)
       fail(Kind::protocol, "wgmma descriptor %016llx: the emulator knows the swizzles of 128 and 64 bytes",
            (unsigned long long)descriptor);
-    if (descriptor & 0x3ffec000c000c000)
+    if (descriptor & 0x3fffc000c000c000)
       fail(Kind::protocol, "wgmma descriptor %016llx: base offset and reserved bits must be 0",
            (unsigned long long)descriptor);
     if (start % (8 * width) >= uint32_t(width))

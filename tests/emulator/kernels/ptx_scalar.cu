@@ -1,17 +1,21 @@
-// What makes one value of one or two, and shfl: an output for each function, one element a thread.
+// What makes one value of one or two, shfl and vote: an output for each function, an element for each
+// thread.
 //
-//   in    single, single2 [n] f32   half [n] f16   wide, wide2 [n] f64
-//   out   [n] each, but shuffled, shuffled_wide [32, n]: one row for each lane mask
+//   in    single, single2 [n] f32   half [n] f16   bits [n]   wide, wide2 [n] f64
+//   out   [n] each, but of shfl and vote [32, n]: a row for each lane mask, and for
+//         each number that the lower bits of `bits` are compared with
 //   grid  n / 128   block 128
 #include "base/types.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shfl.cuh"
 #include "ptx/thread.cuh"
+#include "ptx/vote.cuh"
 
 struct ScalarParams {
   const f32 *single, *single2;
   const u16* half;
+  const u32* bits;
   const f64 *wide, *wide2;
   f32 *ex2_approx, *mul_rn_f32;
   f64* mul_rn_f64;
@@ -21,6 +25,7 @@ struct ScalarParams {
   u32* mov_b32;
   f32 *mov_f32, *shfl_bfly_f32;
   f64* shfl_bfly_f64;
+  u32* vote_any;
   i32 n;
 };
 
@@ -36,9 +41,10 @@ ptx_scalar(const __grid_constant__ ScalarParams p) {
   p.cvt_rn_f16_f32[i] = ptx::cvt_rn_f16_f32(x);
   p.cvt_rz_f32_f64[i] = ptx::cvt_rz_f32_f64(wide);
   p.mov_b32[i] = ptx::mov_b32(x);
-  p.mov_f32[i] = ptx::mov_f32(ptx::mov_b32(x) ^ 0x80000000u);
+  p.mov_f32[i] = ptx::mov_f32(p.bits[i]);
   for (int mask = 0; mask < 32; ++mask) {
     p.shfl_bfly_f32[mask * p.n + i] = ptx::shfl_bfly(x, mask);
     p.shfl_bfly_f64[mask * p.n + i] = ptx::shfl_bfly(wide, mask);
+    p.vote_any[mask * p.n + i] = ptx::vote_any(p.bits[i] % 64 == u32(mask));
   }
 }

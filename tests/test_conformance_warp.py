@@ -1,0 +1,188 @@
+"""Conformance of what threads of a block do together: barriers, matrices of a warp, cp.async."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator.card import Launch, Machine, on_every_machine
+from emulator.run import Access
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+seeds = st.integers(0, 2**32 - 1)
+a_quarter = settings(max_examples=max(1, settings().max_examples // 4))
+
+
+def random_words(rng: np.random.Generator, *shape: int) -> NDArray[np.uint32]:
+    return rng.integers(0, 1 << 32, shape, dtype=np.uint32)
+
+
+def inputs(**arrays: NDArray[Any]) -> dict[str, tuple[NDArray[Any], Access]]:
+    return {name: (a, Access.READ) for name, a in arrays.items()}
+
+
+def outputs(expected: dict[str, NDArray[Any]]) -> dict[str, tuple[NDArray[Any], Access]]:
+    """Places for them, full of something else."""
+    return {
+        name: ((~a.view(f"u{a.itemsize}")).view(a.dtype), Access.WRITE_ONCE)
+        for name, a in expected.items()
+    }
+
+
+@on_every_machine
+@a_quarter
+@given(seeds, st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 5))
+def test_barriers_and_thread_numbers(
+    machine: Machine, seed: int, grid: tuple[int, int, int], rounds: int
+) -> None:
+    """bar_sync, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z, smem_address."""
+    blocks = int(np.prod(grid))
+    x = np.random.default_rng(seed).standard_normal((blocks, rounds, 128)).astype(np.float32)
+    z, y, x_ = np.unravel_index(np.arange(blocks)[:, None], grid[::-1])
+    tid = np.broadcast_to(np.arange(256), (blocks, 256))
+    columns = np.broadcast_arrays(tid, x_, y, z, 4 * tid, 0)
+    expected = {
+        "who": np.stack(columns, -1).astype(np.int32),
+        "of_warp": (tid // 32 * 32 + (tid + 1) % 32).astype(np.int32),
+        "of_block": (255 - tid).astype(np.int32),
+        "handed": np.ascontiguousarray(x[..., ::-1]),
+    }
+    numbers = {"grid_x": grid[0], "grid_y": grid[1], "rounds": rounds}
+    arrays = inputs(x=x) | outputs(expected)
+    machine.check(Launch("ptx_barrier", arrays, numbers, {}, grid, 256, 1024), expected, seed)
+
+
+def of_matrices(x: NDArray[np.uint16], trans: bool) -> NDArray[np.uint32]:
+    """What each lane holds of 8 x 8 matrices [..., 4, 8, 8]: pairs [..., 32, 4]. Lane i has row
+    i / 4, columns i % 4 * 2 and the next; or, transposed, the same of the columns."""
+    x = x.swapaxes(-1, -2) if trans else x
+    pairs = np.ascontiguousarray(x).view(np.uint32).reshape(*x.shape[:-3], 4, 32)
+    return np.ascontiguousarray(pairs.swapaxes(-1, -2))
+
+
+@on_every_machine
+@a_quarter
+@given(seeds)
+def test_ldmatrix(machine: Machine, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    image = random_words(rng, 1024)
+    rows = 16 * rng.integers(0, 256, 128, dtype=np.int32)
+    x = image.view(np.uint16).reshape(256, 8)[rows // 16].reshape(4, 4, 8, 8)
+    expected = {
+        "ldmatrix_x4": of_matrices(x, False).reshape(128, 4),
+        "ldmatrix_x4_trans": of_matrices(x, True).reshape(128, 4),
+    }
+    arrays = inputs(image=image, rows=rows) | outputs(expected)
+    launch = Launch("ptx_ldmatrix", arrays, {"words": 1024}, shared_bytes=4096)
+    machine.check(launch, expected, seed)
+
+
+@pytest.mark.parametrize("trans", [False, True], ids=["stmatrix_x4", "stmatrix_x4_trans"])
+@on_every_machine
+@a_quarter
+@given(seeds)
+def test_stmatrix(machine: Machine, trans: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    image = random_words(rng, 512)
+    rows = 16 * rng.permutation(128).astype(np.int32)
+    x = image.view(np.uint16).reshape(128, 8)[rows // 16].reshape(4, 4, 8, 8)
+    arrays = inputs(registers=of_matrices(x, trans), rows=rows) | outputs({"image": image})
+    launch = Launch("ptx_stmatrix", arrays, {"trans": int(trans)}, shared_bytes=2048)
+    machine.check(launch, {"image": image}, seed)
+
+
+def fragment(x: NDArray[Any]) -> NDArray[np.uint32]:
+    """Pairs of columns [..., 8 rows, 8 columns] or, of B, of rows, as ldmatrix has them."""
+    return of_matrices(np.ascontiguousarray(x).view(np.uint16), False)
+
+
+@pytest.mark.parametrize("kind", ["integers", "normal", "denormals"])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["f16", "bf16"])
+@on_every_machine
+@a_quarter
+@given(seeds, st.integers(1, 3), st.integers(0, 5))
+def test_mma(machine: Machine, dtype: Any, kind: str, seed: int, warps: int, steps: int) -> None:
+    """mma_m16n8k16_f16, mma_m16n8k16_bf16.
+
+    A sum of integers has no rounding, in whichever order. The ISA leaves open the order of others,
+    and their rounding beyond that it is float32's: of the 17 terms of a step each loses at most one
+    unit in the last place of the sum of magnitudes. It leaves open denormal operands, too, but
+    kernels have weights that are: that cards take them for what they are.
+    """
+    rng = np.random.default_rng(seed)
+    unit = float(ml_dtypes.finfo(dtype).smallest_subnormal) if kind == "denormals" else 1.0
+    large = 2.0**40 if kind == "denormals" and dtype != np.float16 else 1.0
+
+    def values(scale: float, *shape: int) -> NDArray[np.float64]:
+        x = rng.standard_normal(shape) if kind == "normal" else rng.integers(-7, 8, shape)
+        return (x * scale).astype(dtype).astype(np.float64)
+
+    a, b = values(unit, steps, warps, 16, 16), values(large, steps, warps, 16, 8)
+    c = (values(1, warps, 16, 8) * unit * large).astype(np.float32)
+    d, size = (f(c) + (f(a) @ f(b)).sum(0) for f in (np.float64, abs))
+
+    # The four 8 x 8 quarters of A: rows first; B as its columns, in two halves
+    quarters = a.reshape(steps, warps, 2, 8, 2, 8).transpose(0, 1, 4, 2, 3, 5)
+    halves = b.swapaxes(-1, -2).reshape(steps, warps, 8, 2, 8).swapaxes(2, 3)
+    a_lanes = fragment(quarters.reshape(steps, warps, 4, 8, 8).astype(dtype))
+    b_lanes = fragment(np.concatenate([halves, halves], 2).astype(dtype))[..., :2]
+
+    def lanes(x: NDArray[Any]) -> NDArray[np.float32]:
+        """Lane i has of rows i / 4 and i / 4 + 8 two columns."""
+        parts = x.astype(np.float32).reshape(warps, 2, 8, 4, 2)
+        return np.ascontiguousarray(parts.transpose(0, 2, 3, 1, 4)).reshape(-1, 4)
+
+    eps = float(np.finfo(np.float32).eps)
+    bound = 17 * steps * eps * lanes(size) if kind == "normal" else np.float32(0)
+
+    def agree(got: NDArray[np.float32], want: NDArray[np.float32]) -> None:
+        assert (abs(got - want) <= bound).all()
+
+    threads = 32 * warps
+    expected = {"d": lanes(d)}
+    arrays = inputs(
+        a=a_lanes.reshape(steps, threads, 4),
+        b=np.ascontiguousarray(b_lanes).reshape(steps, threads, 2),
+        c=lanes(c),
+    )
+    numbers = {"steps": steps, "threads": threads, "bf16": int(dtype != np.float16)}
+    launch = Launch("ptx_mma", arrays | outputs(expected), numbers, threads=threads)
+    machine.check(launch, expected, seed, lambda _: agree)
+
+
+@on_every_machine
+@a_quarter
+@given(seeds)
+def test_cp_async_with_any_number_of_bytes(machine: Machine, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    source = random_words(rng, 4, 64, 4)
+    src_bytes = rng.permuted(np.resize(np.arange(17, dtype=np.int32), (4, 64)))
+    landed = source.view(np.uint8) * (np.arange(16) < src_bytes[..., None])
+    own = landed.astype(np.uint8).view(np.uint32)
+    expected = {"own": own, "others": np.ascontiguousarray(own[:, ::-1])}
+    arrays = inputs(source=source, src_bytes=src_bytes) | outputs(expected)
+    launch = Launch("ptx_cp_async", arrays, threads=64, shared_bytes=4096)
+    machine.check(launch, expected, seed)
+
+
+@on_every_machine
+@a_quarter
+@given(seeds)
+def test_elect_sync_and_setmaxnreg(machine: Machine, seed: int) -> None:
+    """Whose lane is elected, the ISA leaves open."""
+    x = random_words(np.random.default_rng(seed), 384)
+    expected = {"elected": np.zeros((384, 2), np.uint32), "kept": x}
+
+    def agree(name: str) -> Any:
+        def elected(got: NDArray[np.uint32], _: NDArray[np.uint32]) -> None:
+            np.testing.assert_array_equal(got[:, 0], got[:, 1])
+            np.testing.assert_array_equal(got[:, 0].reshape(12, 32).sum(1), 1)
+
+        return elected if name == "elected" else np.testing.assert_array_equal
+
+    arrays = inputs(x=x) | outputs(expected)
+    machine.check(Launch("ptx_warpgroup", arrays, threads=384), expected, seed, agree)

@@ -1,0 +1,121 @@
+"""Do the checks of the emulator see what they should? Each fault of emulator/faults.py, planted in
+a kernel, is seen as what it is; the kernels as they are raise nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import build, linear_attention
+from emulator.build import Unit
+from emulator.faults import CONFLICTS, FAULTS, PROBLEMS, WRONG, Fault, Problem, Symptom
+from emulator.machine import Emulator, attention, emulator, kernel_key
+from emulator.run import Counts, KernelError, Kind, Order, Schedule
+
+from cufa.bounds import Exact
+from cufa.testing import Case, assert_within_rounding
+
+pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
+
+ARCH = 90
+SCHEDULES = (
+    Schedule(Order.FIRST),
+    Schedule(Order.LAST),
+    *(Schedule(Order.RANDOM, s) for s in (1, 2)),
+)
+ROWS = [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults]
+SHOWN = sorted({(kernel, fault.problems) for kernel, fault in ROWS})
+
+
+@pytest.mark.parametrize(("kernel", "fault"), ROWS, ids=lambda x: getattr(x, "what", x))
+def test_a_planted_fault_is_seen(kernel: str, fault: Fault) -> None:
+    symptom, text = next(seen(kernel, fault), (None, "nothing was seen"))
+    assert symptom is fault.seen, text
+    if isinstance(symptom, Kind) and "never written" not in text:  # what nobody does has no place
+        assert re.search(r"\.cuh?:\d+", text), f"no line of the kernel in: {text}"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.order.name}-{s.seed}")
+@pytest.mark.parametrize(("kernel", "problems"), SHOWN)
+def test_nothing_is_seen_in_a_kernel_as_it_is(
+    kernel: str, problems: str, schedule: Schedule
+) -> None:
+    found = [symptom(problem, schedule) for problem in PROBLEMS[kernel][problems]]
+    assert found == [None] * len(found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled(request: pytest.FixtureRequest) -> None:
+    """Compiles what the chosen tests run, on all processors."""
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    faults = [(row["kernel"], row["fault"]) for row in chosen if "fault" in row]
+    plain = sorted({(kernel, fault.problems) for kernel, fault in faults} | set(SHOWN))
+
+    def compiled(kernel: str, problems: str, edit: build.Edit | None = None) -> None:
+        with suppress(LookupError, build.CompilerError):  # it is the test that fails
+            build.library(unit(PROBLEMS[kernel][problems][0]), edit)
+
+    compiled(*plain[0])  # and with it the runtime
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(compiled, *names) for names in plain[1:]]
+        jobs += [pool.submit(compiled, kernel, f.problems, f.edit) for kernel, f in faults]
+        for job in jobs:
+            job.result()
+
+
+def seen(kernel: str, fault: Fault) -> Iterator[tuple[Kind | Symptom, str]]:
+    """What shows of a fault, and how it is told, problem by problem and order by order."""
+    for problem in PROBLEMS[kernel][fault.problems]:
+        for schedule in SCHEDULES:
+            if found := symptom(problem, schedule, fault.edit):
+                yield found
+
+
+def symptom(
+    problem: Problem, schedule: Schedule, edit: build.Edit | None = None
+) -> tuple[Kind | Symptom, str] | None:
+    """What shows in one run, and how it is told; None if all is well."""
+    try:
+        counts = run(problem, schedule, edit)
+    except KernelError as error:
+        return error.kind, str(error)
+    except AssertionError as error:
+        return WRONG, str(error)
+    return (CONFLICTS, f"{counts.bank_conflicts} conflicts") if counts.bank_conflicts else None
+
+
+def run(problem: Problem, schedule: Schedule, edit: build.Edit | None = None) -> Counts:
+    """One run of an edited kernel; AssertionError if the result is not the formula."""
+    if isinstance(problem, Case):
+        machine = Emulator(ARCH, edit)
+        machine.schedule = schedule
+        assert_within_rounding(attention(machine, **arguments(problem)), exact(problem))
+        return machine.counts
+    arrays, counts = linear_attention.emulated(problem, schedule, edit)
+    linear_attention.assert_right(problem, arrays)
+    return counts
+
+
+def unit(problem: Problem) -> Unit:
+    """What a problem runs."""
+    if isinstance(problem, Case):
+        key = kernel_key(emulator(ARCH), **arguments(problem))
+        return Unit.of(key.kernel, key.defines())
+    return Unit(linear_attention.KERNEL)
+
+
+@cache
+def arguments(case: Case) -> dict[str, Any]:
+    return dict(zip("qkv", case.arrays(np), strict=True), return_lse=True, **case.options(np))
+
+
+@cache
+def exact(case: Case) -> Exact:
+    return case.exact()
