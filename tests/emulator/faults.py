@@ -436,6 +436,11 @@ _LINEAR_FAULTS = (
           _LINEAR_SM90, "if (lane < 4) sums", "if (lane < 2) sums"),
     Fault("sums lie over the mbarriers",                   PROTOCOL,   "plain",
           _LINEAR_SM90, "kSums + (4 * consumer + warp)", "kSums + (4 * consumer + warp + 1)"),
+    Fault("a box of K begins within 16 bytes",             PROTOCOL,   "plain",
+          _LINEAR_SM90, "map, 0, n * kBlockN,", "map, 4, n * kBlockN,"),
+    Fault("O is stored above its first row",               PROTOCOL,   "plain",
+          _LINEAR_SM90, "p.o_map, 0, row0 + 64 * consumer,",
+          "p.o_map, 0, row0 + 64 * consumer - 64,"),
     Fault("the store is not waited for",                   PROTOCOL,   "plain",        # silent
           _LINEAR_SM90, "ptx::cp_async_bulk_wait_group_read<0>();", ""),
     Fault("other threads wait for the store",              PROTOCOL,   "plain",        # silent

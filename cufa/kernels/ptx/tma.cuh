@@ -1,5 +1,7 @@
 // cp.async.bulk.tensor: a box of a tensor to or from shared memory, by one thread (PTX ISA: tensor
-// data movement), sm_90 and later. c0 is along the contiguous dimension.
+// data movement), sm_90 and later. c0 is along the contiguous dimension, a multiple of 16 bytes:
+// otherwise, and where a store begins at a negative coordinate, an H200 reports an illegal
+// instruction (seen, not found in the ISA).
 #pragma once
 #include "base/types.cuh"
 

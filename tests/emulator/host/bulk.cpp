@@ -79,6 +79,10 @@ Box make_box(const void* map, const int* coords, int rank, uint32_t offset) {
   if (m.swizzle_bytes && box.row_bytes() != m.swizzle_bytes)
     fail(Kind::protocol, "%s: rows of %d bytes with a swizzle of %d; the emulator wants them equal",
          self->op, box.row_bytes(), m.swizzle_bytes);
+  // No rule that we found written, but an H200 ends the kernel with an illegal instruction.
+  if (coords[0] * m.item_bytes % 16)
+    fail(Kind::protocol, "%s of a box that begins at column %d: no multiple of 16 bytes", self->op,
+         coords[0]);
   // A pattern that starts elsewhere would be read with another permutation than it was written.
   const uint32_t pattern = 8 * m.swizzle_bytes;
   if (pattern && offset % pattern)
@@ -170,6 +174,9 @@ bool land_one_load() {
 
 void tensor_store(const void* map, const int* coords, int rank, uint32_t src) {
   const Doing doing("cp.async.bulk.tensor store", __builtin_return_address(0));
+  for (int i = 0; i < rank; ++i)
+    if (coords[i] < 0)  // likewise an illegal instruction on an H200; loads may
+      fail(Kind::protocol, "%s of a box that begins at %d of dimension %d", self->op, coords[i], i);
   const Box box = make_box(map, coords, rank, shared_offset(src, 16, 128));
   start_store({shared_offset(src, box.bytes(), 128), box.bytes(), box, nullptr, self->pc});
 }
