@@ -240,7 +240,7 @@ def test_blocks_of_keys_that_no_row_sees_are_not_computed(
         for j in range(0, seqlen_k, tile.block_n)
     ]
     products = 2 * tile.block_m * tile.block_n * 64 // (16 * 8 * 16)  # S = Q K^T and O += P V
-    assert machine.counts.executed("mma.m16n8k16") == sum(blocks) * products
+    assert machine.counts.executed["mma.m16n8k16"] == sum(blocks) * products
 
 
 def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:

@@ -49,6 +49,8 @@ fa2_fwd(const __grid_constant__ Params p) {
     copy_rows_async(q_smem, tile.q(p), p.q_stride.row, tile.row0, p.seqlen_q, p.head_dim);
     load_k(keys.last - 1);                      // in one group with Q
   }
+  // From the last block down: where keys have no bound on the left, the loop ends at 0, which takes
+  // no register.
   for (int n = keys.last - 1; n >= keys.first; --n) {
     const int key0 = n * kBlockN;
     ptx::cp_async_wait_group<0>();

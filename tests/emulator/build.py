@@ -6,14 +6,15 @@ user's cache folder.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +39,7 @@ MODES = {
     "debug": ("-O0", "-g3", *_CHECKS, *_ONE_PLACE),
 }
 CHECKED_MODES = ("checked", "debug")
-_COMMON = ("-std=c++20", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
+_COMMON = ("-std=c++17", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
 _WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
 
 Edit = Callable[[str, str], str]
@@ -99,16 +100,14 @@ def library(unit: Unit, edit: Edit | None = None) -> Path:
     flags = [*_COMMON, *_WARNINGS, *MODES[unit.mode]]
     flags += [f"-DCUFA_{name}={value}" for name, value in unit.defines]
     path = folder() / f"{unit.kernel}-{unit.mode}-{_digest(text, flags, _runtime().name)}.so"
-    if path.exists():
-        return path
-    with _scratch(path.parent) as scratch:
-        code, object_file = path.with_suffix(".cpp"), path.with_suffix(".o")
-        code.write_text(text)
-        prelude = ["-include", str(HOST / "prelude.h"), f"-I{HOST}"]
-        _compile(["-c", *flags, *prelude, str(code), "-o", str(object_file)])
-        coverage = ["--coverage"] if unit.mode == "coverage" else []
-        _compile(["-shared", *coverage, str(object_file), str(_runtime()), "-o", str(scratch)])
-        os.replace(scratch, path)
+    with _building(path) as scratch:
+        if scratch:
+            code, object_file = path.with_suffix(".cpp"), path.with_suffix(".o")
+            code.write_text(text)
+            prelude = ["-include", str(HOST / "prelude.h"), f"-I{HOST}"]
+            _compile(["-c", *flags, *prelude, str(code), "-o", str(object_file)])
+            coverage = ["--coverage"] if unit.mode == "coverage" else []
+            _compile(["-shared", *coverage, str(object_file), str(_runtime()), "-o", scratch])
     return path
 
 
@@ -126,37 +125,44 @@ def _runtime() -> Path:
     flags = ["-O3", "-g", "-std=c++20", "-fPIC", "-march=x86-64-v3", "-Wall", "-Wextra", "-Werror"]
     text = "".join(path.read_text() for path in sorted(HOST.iterdir()) if path.is_file())
     path = folder() / f"emulator-{_digest(text, flags)}.so"
-    if not path.exists():
-        with _scratch(path.parent) as scratch:
+    with _building(path) as scratch:
+        if scratch:
             sources = sorted(map(str, HOST.glob("*.cpp")))
             objects = [f"{scratch}.{Path(name).stem}.o" for name in sources]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 jobs = [["-c", *flags, s, "-o", o] for s, o in zip(sources, objects, strict=True)]
                 list(pool.map(_compile, jobs))
-            _compile(["-shared", *objects, "-o", str(scratch)])
+            _compile(["-shared", *objects, "-o", scratch])
             for name in objects:
                 Path(name).unlink()
-            os.replace(scratch, path)
     return path
 
 
 def _digest(*facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
+    return hashlib.sha256(repr((*facts, _compiler())).encode()).hexdigest()[:20]
 
 
-class _scratch:
-    """A name for a file that is renamed when it is whole: processes may build at once."""
+@cache
+def _compiler() -> str:
+    return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout
 
-    def __init__(self, where: Path) -> None:
-        where.mkdir(parents=True, exist_ok=True)
-        handle, self._name = tempfile.mkstemp(dir=where, prefix=".partial-")
-        os.close(handle)
 
-    def __enter__(self) -> Path:
-        return Path(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        Path(self._name).unlink(missing_ok=True)
+@contextmanager
+def _building(path: Path) -> Iterator[str | None]:
+    """A name to build a file under, which then takes its own; None if it is there. Others that want
+    the same file, threads or processes, wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        yield None
+        return
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            yield None
+            return
+        scratch = path.with_suffix(".partial")
+        yield str(scratch)
+        scratch.replace(path)
 
 
 def _compile(arguments: list[str]) -> None:

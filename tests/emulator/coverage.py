@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from emulator.build import HOST
 from emulator.run import load
 
 #: By file, then line: how often it was executed.
@@ -32,7 +33,7 @@ def executed(libraries: Iterable[Path]) -> Lines:
         done = subprocess.run(command, cwd=library.parent, capture_output=True, check=True)
         for file in json.loads(done.stdout)["files"]:
             path = Path(file["file"])
-            if path.suffix not in (".cu", ".cuh") or "host" in path.parts:
+            if path.suffix not in (".cu", ".cuh") or path.is_relative_to(HOST):
                 continue
             for line in file["lines"]:
                 lines[f"{path.parent.name}/{path.name}"][line["line_number"]] += line["count"]

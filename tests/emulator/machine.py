@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+import cufa
 from cufa.arrays import Arrays, are_aligned, sign
 from cufa.gpu import launch
 from cufa.gpu.device import Device
@@ -81,10 +83,8 @@ def kernel_key(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> Ker
 
 
 def _signed(q: Any, k: Any, v: Any, **options: Any) -> tuple[Signature, Arrays]:
-    given = {"causal": False, "layout": "bhsd", "return_lse": False, "algorithm": "auto", **options}
-    arrays = Arrays(
-        q, k, v, *(given.get(n) for n in ("mask", "bias", "alibi_slopes", "sink", "out"))
-    )
-    names = ("causal", "window", "softcap", "scale", "layout", "return_lse", "algorithm")
-    call = sign(arrays, *(given.get(name) for name in names))
+    given = inspect.signature(cufa.attention).bind(q, k, v, **options)
+    given.apply_defaults()
+    arrays = Arrays(**{name: given.arguments.pop(name) for name in Arrays._fields})
+    call = sign(arrays, **given.arguments)
     return call._replace(aligned=are_aligned(arrays)), arrays

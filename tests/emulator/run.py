@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from emulator import build
 
 
 class Order(IntEnum):
@@ -73,11 +76,8 @@ class Counts:
 
     #: Rows of a matrix that ldmatrix or stmatrix found in a busy group of banks.
     bank_conflicts: int
-    unit: ctypes.CDLL
-
-    def executed(self, instruction: str) -> int:
-        """How often a warp or a warpgroup executed an instruction in the last run."""
-        return int(self.unit.emulated_count(instruction.encode()))
+    #: How often each instruction was executed: once for a warp or warpgroup where it is theirs.
+    executed: Mapping[str, int]
 
 
 class _Array(ctypes.Structure):
@@ -162,7 +162,9 @@ def run(
     if launch.kind:
         text = re.sub(r"@(0x[0-9a-f]+)", lambda m: f"at {_line(library, int(m[1], 16))}", report)
         raise KernelError(Kind(launch.kind), f"{text}\n{_lines(library, launch.pc)}")
-    return Counts(launch.bank_conflicts, unit)
+    lines = (line.rpartition(" ") for line in unit.emulated_counts().decode().splitlines())
+    executed = {instruction: int(count) for instruction, _, count in lines}
+    return Counts(launch.bank_conflicts, defaultdict(int, executed))
 
 
 @cache
@@ -170,7 +172,7 @@ def load(library: Path) -> ctypes.CDLL:
     """A compiled unit in this process."""
     unit = ctypes.CDLL(str(library))
     unit.emulate.restype = ctypes.c_char_p
-    unit.emulated_count.restype = ctypes.c_int64
+    unit.emulated_counts.restype = ctypes.c_char_p
     return unit
 
 
@@ -215,9 +217,8 @@ def _lines(library: Path, pc: int | None) -> str:
     command = ["addr2line", "-Cfipe", str(library), hex(pc - 1 - info.base)]
     out = subprocess.run(command, capture_output=True, text=True).stdout
     # Twins only forward; and what stands around the kernel is of no interest.
-    lines = [
-        line for line in out.splitlines() if "/host/" not in line and " at launch:" not in line
-    ]
+    others = (f"{build.HOST}/", " at launch:")
+    lines = (line for line in out.splitlines() if not any(place in line for place in others))
     return "\n".join(f"  {_shorter(line)}" for line in lines)
 
 
@@ -227,4 +228,4 @@ def _line(library: Path, pc: int) -> str:
 
 
 def _shorter(line: str) -> str:
-    return re.sub(r"/\S*/kernels/", "", line.strip())
+    return re.sub(r"/\S*/kernels/| \(discriminator \d+\)", "", line.strip())

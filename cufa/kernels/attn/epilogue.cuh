@@ -30,7 +30,8 @@ template <class Output, int kRows>
 DEVICE void store_lse(const Output& o, const Real (&lse)[kRows], const Params& p,
                       const Tile& tile) {
   if constexpr (!kLse) return;
-  Real* out = static_cast<Real*>(p.lse) + (i64(tile.batch) * p.heads.value + tile.head) * p.seqlen_q;
+  const i64 head = i64(tile.batch) * p.heads.value + tile.head;
+  Real* out = static_cast<Real*>(p.lse) + head * p.seqlen_q;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = tile.row0 + o.row(r);

@@ -48,8 +48,9 @@ void arrive(void* const* lanes) {
   const int id = first.id, threads = first.threads ? first.threads : block.n_threads;
   if (id < 0 || id > 15) fail(Kind::protocol, "barrier %d: there are 16, from 0 on", id);
   if (threads % 32 || threads > block.n_threads)
-    fail(Kind::protocol, "barrier %d for %d threads: not a multiple of 32, or more than the block has",
-         id, threads);
+    fail(Kind::protocol,
+         "barrier %d for %d threads: not a multiple of 32, or more than the block has", id,
+         threads);
   Barrier& b = barriers[id];
   if (b.arrived && b.expected != threads)
     fail(Kind::divergence, "barrier %d: thread %d counts %d threads, others %d", id, self->id,
@@ -58,8 +59,10 @@ void arrive(void* const* lanes) {
   for (int i = 0; i < 32; ++i) {
     auto& mine = *static_cast<Arrival*>(lanes[i]);
     if (mine.id != id || mine.threads != first.threads)
-      fail(Kind::divergence, "threads %d and %d of a warp come to barrier %d for %d threads and to %d "
-           "for %d", first.thread->id, mine.thread->id, id, threads, mine.id, mine.threads);
+      fail(Kind::divergence,
+           "threads %d and %d of a warp come to barrier %d for %d threads and to %d "
+           "for %d",
+           first.thread->id, mine.thread->id, id, threads, mine.id, mine.threads);
     release_to(b.clock, *mine.thread);
     if (mine.waits) b.waiting.push_back(&mine);
   }
@@ -69,10 +72,10 @@ void arrive(void* const* lanes) {
 }  // namespace
 
 void bar_sync(int id, int threads) {
-  static const char* names[16] = {
-      "bar.sync 0",  "bar.sync 1",  "bar.sync 2",  "bar.sync 3", "bar.sync 4",  "bar.sync 5",
-      "bar.sync 6",  "bar.sync 7",  "bar.sync 8",  "bar.sync 9", "bar.sync 10", "bar.sync 11",
-      "bar.sync 12", "bar.sync 13", "bar.sync 14", "bar.sync 15"};
+  static const char* names[16] = {"bar.sync 0",  "bar.sync 1",  "bar.sync 2",  "bar.sync 3",
+                                  "bar.sync 4",  "bar.sync 5",  "bar.sync 6",  "bar.sync 7",
+                                  "bar.sync 8",  "bar.sync 9",  "bar.sync 10", "bar.sync 11",
+                                  "bar.sync 12", "bar.sync 13", "bar.sync 14", "bar.sync 15"};
   const Doing doing(names[id & 15], __builtin_return_address(0));
   Arrival mine{self, id, threads, true, false};
   meet(32, &mine, arrive);
@@ -108,8 +111,8 @@ void meet(int size, void* args, void (*perform)(void* const* lanes)) {
          first + size - 1, self->id, self->op, there.first_thread, there.op, there.pc);
   };
   if (first + size > block.n_threads)
-    fail(Kind::divergence, "%s needs %d threads; the block has %d from thread %d on", self->op, size,
-         block.n_threads - first, first);
+    fail(Kind::divergence, "%s needs %d threads; the block has %d from thread %d on", self->op,
+         size, block.n_threads - first, first);
   if (m.arrived == 0) m.op = self->op, m.pc = self->pc, m.first_thread = self->id;
   if (strcmp(m.op, self->op) || m.pc != self->pc) fail_diverged(m);
   if (other.warps & warp) fail_diverged(other);

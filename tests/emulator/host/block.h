@@ -26,7 +26,7 @@ struct Range {
 
 struct Thread {
   int id = 0;
-  bool waits = false, ended = false;
+  bool waits = false;
   const char* op = "start";  // what it does or waits for
   const void* pc = nullptr;  // and where
   Clock seen;
@@ -37,7 +37,7 @@ struct Thread {
 };
 
 struct Block {
-  Dim3 index, grid;
+  Dim3 index;
   int n_threads, n_warps, n_warpgroups, n_agents;
   uint32_t shared_bytes;
   uint8_t* shared;

@@ -45,7 +45,7 @@ struct Box {
 
 struct Load {
   uint32_t offset;
-  Box box;              // or, with `src`, `bytes` side by side
+  Box box;  // or, with `src`, `bytes` side by side
   const uint8_t* src;
   int bytes;
   uint32_t bar;
@@ -55,7 +55,7 @@ struct Load {
 struct Store {
   uint32_t offset;
   int bytes;
-  Box box;     // or, with `add`, floats side by side
+  Box box;  // or, with `add`, floats side by side
   float* add;
   const void* pc;
 };
@@ -73,7 +73,8 @@ Box make_box(const void* map, const int* coords, int rank, uint32_t offset) {
   memcpy(&box.map, map, sizeof box.map);
   memcpy(box.coords, coords, rank * sizeof(int));
   const TensorMap& m = box.map;
-  if (m.rank != rank) fail(Kind::protocol, "%s of rank %d with a map of rank %d", self->op, rank, m.rank);
+  if (m.rank != rank)
+    fail(Kind::protocol, "%s of rank %d with a map of rank %d", self->op, rank, m.rank);
   if (reinterpret_cast<uintptr_t>(map) % 64)
     fail(Kind::protocol, "%s: the tensor map lies at %p, no multiple of 64", self->op, map);
   if (m.swizzle_bytes && box.row_bytes() != m.swizzle_bytes)
@@ -86,8 +87,9 @@ Box make_box(const void* map, const int* coords, int rank, uint32_t offset) {
   // A pattern that starts elsewhere would be read with another permutation than it was written.
   const uint32_t pattern = 8 * m.swizzle_bytes;
   if (pattern && offset % pattern)
-    fail(Kind::protocol, "%s at shared memory +%u, no multiple of %u, where a swizzle pattern starts",
-         self->op, offset, pattern);
+    fail(Kind::protocol,
+         "%s at shared memory +%u, no multiple of %u, where a swizzle pattern starts", self->op,
+         offset, pattern);
   return box;
 }
 
@@ -105,8 +107,10 @@ void land_row(const Box& box, int n, uint32_t offset) {
   if (end > first) read_global(row + first * item, (end - first) * item);
   for (int i = 0; i < box.map.box[0]; ++i) {
     uint8_t* to = block.shared + swizzle(offset + i * item, box.map.swizzle_bytes);
-    if (i >= first && i < end) memcpy(to, row + i * item, item);
-    else memset(to, 0, item);
+    if (i >= first && i < end)
+      memcpy(to, row + i * item, item);
+    else
+      memset(to, 0, item);
   }
 }
 
@@ -150,7 +154,8 @@ void tensor_load(uint32_t dst, const void* map, const int* coords, int rank, uin
 void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   const Doing doing("cp.async.bulk load", __builtin_return_address(0));
   if (bytes <= 0 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
-    fail(Kind::protocol, "cp.async.bulk of %d bytes from %p: both must be multiples of 16", bytes, src);
+    fail(Kind::protocol, "cp.async.bulk of %d bytes from %p: both must be multiples of 16", bytes,
+         src);
   read_global(src, bytes);
   start_load(shared_offset(dst, bytes, 16), {}, static_cast<const uint8_t*>(src), bytes, bar);
 }
@@ -162,7 +167,8 @@ bool land_one_load() {
                                              : 0;
   const Load load = loads[pick];
   loads.erase(loads.begin() + pick);
-  if (load.src) memcpy(block.shared + load.offset, load.src, load.bytes);
+  if (load.src)
+    memcpy(block.shared + load.offset, load.src, load.bytes);
   else
     for (int n = 0; n < load.box.rows(); ++n)
       land_row(load.box, n, load.offset + n * load.box.row_bytes());
@@ -184,8 +190,8 @@ void tensor_store(const void* map, const int* coords, int rank, uint32_t src) {
 void bulk_reduce_add(float* dst, uint32_t src, int bytes) {
   const Doing doing("cp.reduce.async.bulk", __builtin_return_address(0));
   if (bytes <= 0 || bytes % 16 || reinterpret_cast<uintptr_t>(dst) % 16)
-    fail(Kind::protocol, "cp.reduce.async.bulk of %d bytes to %p: both must be multiples of 16", bytes,
-         static_cast<void*>(dst));
+    fail(Kind::protocol, "cp.reduce.async.bulk of %d bytes to %p: both must be multiples of 16",
+         bytes, static_cast<void*>(dst));
   add_global(dst, bytes);
   start_store({shared_offset(src, bytes, 16), bytes, {}, dst, self->pc});
 }
@@ -203,9 +209,7 @@ void bulk_wait_group(int pending) {
     for (const Store& s : groups.front()) finish_store(s);
 }
 
-void begin_bulk() {
-  loads.clear(), stores.assign(block.n_threads, {}), agent_moment = 0;
-}
+void begin_bulk() { loads.clear(), stores.assign(block.n_threads, {}), agent_moment = 0; }
 
 void end_bulk() {
   if (!loads.empty())
@@ -214,9 +218,11 @@ void end_bulk() {
     fail_at(pc, Kind::protocol, "the block ends with a bulk load that nobody has waited for");
   for (const Stores& s : stores)
     if (!s.open.empty() || !s.groups.empty())
-      fail_at((s.groups.empty() ? s.open : s.groups.front()).front().pc, Kind::protocol,
-              "the block ends while a bulk copy out of shared memory is under way: thread %d did not "
-              "wait", int(&s - stores.data()));
+      fail_at(
+          (s.groups.empty() ? s.open : s.groups.front()).front().pc, Kind::protocol,
+          "the block ends while a bulk copy out of shared memory is under way: thread %d did not "
+          "wait",
+          int(&s - stores.data()));
 }
 
 }  // namespace emu

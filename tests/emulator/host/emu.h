@@ -80,18 +80,20 @@ void wgmma_wait_group(int pending);
 // The registers that one thread may have, of those of the multiprocessor.
 void setmaxnreg(int registers, bool increase);
 
-template <class To, class From> To bits(From x) {
+template <class To, class From>
+To bits(From x) {
   To y{};
   std::memcpy(&y, &x, sizeof x < sizeof y ? sizeof x : sizeof y);
   return y;
 }
 
-// Runs a kernel as `launch` says (launch.h); `begin` to `end` are the unit's own code and constants.
-// Returns the report, empty if there is nothing to report.
+// Runs a kernel as `launch` says (launch.h); `begin` to `end` are the unit's own code and
+// constants. Returns the report, empty if there is nothing to report.
 const char* run(void* launch, void (*kernel)(const void* params), const void* begin,
                 const void* end);
 
-template <class Params> void call(void (*kernel)(Params), const void* params) {
+template <class Params>
+void call(void (*kernel)(Params), const void* params) {
   kernel(*static_cast<const Params*>(params));
 }
 

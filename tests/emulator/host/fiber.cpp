@@ -2,9 +2,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <map>
-#include <random>
 #include <string>
 
 #include "block.h"
@@ -94,7 +94,6 @@ void leave() {
 
 void thread_main() {
   the_kernel(the_params);
-  self->ended = true;
   --n_running;
   leave();
   __builtin_unreachable();
@@ -137,7 +136,7 @@ void run_block(void (*kernel)(const void*), const void* params) {
   block.threads.resize(block.n_threads);
   for (int i = 0; i < block.n_threads; ++i) {
     Thread& t = block.threads[i];
-    t.id = i, t.waits = t.ended = false, t.op = "start", t.pc = nullptr, t.fenced = 0;
+    t.id = i, t.waits = false, t.op = "start", t.pc = nullptr, t.fenced = 0;
     t.watched.clear();
     t.seen.assign(block.n_agents, 0), t.seen[i] = 1;
     prepare(t);

@@ -44,8 +44,10 @@ bool contains(const Array& a, const uint8_t* p, int bytes) {
   if (!nearest)
     fail(Kind::bounds, "thread %d: %s of %d bytes at %p, which is near no array of the launch",
          self->id, self->op, bytes, p);
-  fail(Kind::bounds, "thread %d: %s of %d bytes at %+lld of %s, which spans %lld bytes: they are not "
-       "all elements of it", self->id, self->op, bytes, (long long)(p - nearest->base), nearest->name,
+  fail(Kind::bounds,
+       "thread %d: %s of %d bytes at %+lld of %s, which spans %lld bytes: they are not "
+       "all elements of it",
+       self->id, self->op, bytes, (long long)(p - nearest->base), nearest->name,
        (long long)nearest->bytes);
 }
 

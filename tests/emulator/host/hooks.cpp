@@ -19,9 +19,7 @@ void check_watched(const uint8_t* p, int bytes, bool write) {
 }
 
 // Whether it lies in the unit: constants that the compiler put into memory.
-bool in_unit(const uint8_t* p) {
-  return p >= unit_begin && p < unit_end;
-}
+bool in_unit(const uint8_t* p) { return p >= unit_begin && p < unit_end; }
 
 void on_access(const void* address, int bytes, bool write, const void* pc) {
   if (!self) return;
@@ -38,22 +36,26 @@ void on_access(const void* address, int bytes, bool write, const void* pc) {
     if (bytes < int(kRecordBytes))
       fail(Kind::protocol, "%s of %d bytes in shared memory: kRecordBytes in shared.h must shrink",
            self->op, bytes);
-    if (write) write_shared(uint32_t(offset), bytes, *self);
-    else read_shared(uint32_t(offset), bytes, *self);
+    if (write)
+      write_shared(uint32_t(offset), bytes, *self);
+    else
+      read_shared(uint32_t(offset), bytes, *self);
     return;
   }
   const auto* params = static_cast<const uint8_t*>(launch->params);
   if (!write && ((p >= params && p < params + launch->params_bytes) || in_unit(p))) return;
-  if (write) write_global(p, bytes);
-  else read_global(p, bytes);
+  if (write)
+    write_global(p, bytes);
+  else
+    read_global(p, bytes);
 }
 
 }  // namespace
 }  // namespace emu
 
-#define HOOK(name, bytes, write)                                       \
-  extern "C" void __tsan_##name(void* p) {                             \
-    emu::on_access(p, bytes, write, __builtin_return_address(0));      \
+#define HOOK(name, bytes, write)                                  \
+  extern "C" void __tsan_##name(void* p) {                        \
+    emu::on_access(p, bytes, write, __builtin_return_address(0)); \
   }
 #define HOOKS(bytes) HOOK(read##bytes, bytes, false) HOOK(write##bytes, bytes, true)
 #define UNALIGNED_HOOKS(bytes) \
@@ -80,10 +82,10 @@ extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}
 
-#define UNDEFINED(name, text)                                                                 \
-  extern "C" void __ubsan_handle_##name(void*) {                                              \
-    emu::fail_at(__builtin_return_address(0), emu::Kind::undefined, "thread %d: " text,       \
-                 emu::self->id);                                                              \
+#define UNDEFINED(name, text)                                                           \
+  extern "C" void __ubsan_handle_##name(void*) {                                        \
+    emu::fail_at(__builtin_return_address(0), emu::Kind::undefined, "thread %d: " text, \
+                 emu::self->id);                                                        \
   }
 UNDEFINED(out_of_bounds, "array index out of range")
 UNDEFINED(shift_out_of_bounds, "shift count out of range")
@@ -93,5 +95,4 @@ UNDEFINED(sub_overflow, "integer overflow in -")
 UNDEFINED(mul_overflow, "integer overflow in *")
 UNDEFINED(negate_overflow, "integer overflow in unary -")
 UNDEFINED(type_mismatch_v1, "null or misaligned pointer")
-UNDEFINED(float_cast_overflow, "a float that does not fit the integer")
 #undef UNDEFINED

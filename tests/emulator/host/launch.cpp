@@ -36,7 +36,6 @@ struct Failure {};
 
 void run_blocks(void (*kernel)(const void*)) {
   const int32_t* grid = launch->grid;
-  block.grid = {grid[0], grid[1], grid[2]};
   for (int64_t i = 0; i < int64_t(grid[0]) * grid[1] * grid[2]; ++i) {
     block.index = {int(i % grid[0]), int(i / grid[0] % grid[1]), int(i / grid[0] / grid[1])};
     begin_barriers();
@@ -98,6 +97,12 @@ const char* run(void* what, void (*kernel)(const void*), const void* begin, cons
 
 }  // namespace emu
 
-// How often an instruction was executed in the last launch: once for a warp or warpgroup where it
-// is theirs.
-extern "C" int64_t emulated_count(const char* instruction) { return emu::counts[instruction]; }
+// What the last launch executed: a line for each instruction, its name and how often, counted once
+// for a warp or warpgroup where it is theirs.
+extern "C" const char* emulated_counts() {
+  static std::string text;
+  text.clear();
+  for (const auto& [instruction, n] : emu::counts)
+    text += instruction + " " + std::to_string(n) + "\n";
+  return text.c_str();
+}

@@ -35,8 +35,10 @@ Mbarrier& find(uint32_t bar) {
          self->id, self->op, offset);
   Mbarrier& b = found->second;
   if (!knows(self->seen, b.init_thread, b.init_moment))
-    fail(Kind::race, "thread %d: %s on the mbarrier at +%u, which thread %d initialised; nothing orders "
-         "the two", self->id, self->op, offset, b.init_thread);
+    fail(Kind::race,
+         "thread %d: %s on the mbarrier at +%u, which thread %d initialised; nothing orders "
+         "the two",
+         self->id, self->op, offset, b.init_thread);
   return b;
 }
 
@@ -53,9 +55,11 @@ void complete_if_due(Mbarrier& b) {
 void mbarrier_init(uint32_t bar, int expected) {
   const Doing doing("mbarrier.init", __builtin_return_address(0));
   const uint32_t offset = shared_offset(bar, 8, 8);
-  if (mbarriers.count(bar)) fail(Kind::protocol, "the mbarrier at +%u is initialised twice", offset);
+  if (mbarriers.count(bar))
+    fail(Kind::protocol, "the mbarrier at +%u is initialised twice", offset);
   if (mbarriers.size() >= size_t(kMaxMbarriers))
-    fail(Kind::protocol, "more than %d mbarriers: kMaxMbarriers in block.h must grow", kMaxMbarriers);
+    fail(Kind::protocol, "more than %d mbarriers: kMaxMbarriers in block.h must grow",
+         kMaxMbarriers);
   if (expected < 1) fail(Kind::protocol, "an mbarrier for %d arrivals", expected);
   write_shared(offset, 8, *self);
   set_mbarrier(offset);
@@ -103,8 +107,10 @@ void fence_proxy_async() { self->fenced = self->seen[self->id]++; }
 void check_mbarrier(uint32_t bar) {
   const Mbarrier& b = find(bar);
   if (!b.init_fenced)
-    fail(Kind::protocol, "thread %d: %s on the mbarrier at +%u, whose initialisation no "
-         "fence.mbarrier_init made visible", self->id, self->op, shared_offset(bar, 8, 8));
+    fail(Kind::protocol,
+         "thread %d: %s on the mbarrier at +%u, whose initialisation no "
+         "fence.mbarrier_init made visible",
+         self->id, self->op, shared_offset(bar, 8, 8));
 }
 
 void land_bytes(uint32_t bar, int bytes, Moment moment, const void* pc) {

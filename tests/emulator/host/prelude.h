@@ -13,10 +13,10 @@
 // What Python calls in a compiled unit.
 extern "C" char __ehdr_start __attribute__((visibility("hidden")));
 extern "C" char _end __attribute__((visibility("hidden")));
-#define EMULATED_UNIT(kernel)                                                              \
-  extern "C" const char* emulate(void* launch) {                                           \
-    const auto call = [](const void* params) { emu::call(kernel, params); };               \
-    return emu::run(launch, call, &__ehdr_start, &_end);                                   \
+#define EMULATED_UNIT(kernel)                                                \
+  extern "C" const char* emulate(void* launch) {                             \
+    const auto call = [](const void* params) { emu::call(kernel, params); }; \
+    return emu::run(launch, call, &__ehdr_start, &_end);                     \
   }
 #ifdef EMULATE_COVERAGE
 extern "C" void __gcov_dump();

@@ -6,15 +6,15 @@ namespace emu {
 // The kinds of report; mirrored in run.py.
 enum class Kind {
   none,
-  bounds,       // memory that belongs to no array of the launch, or lies outside a view of it
-  race,         // two accesses that nothing orders
-  unwritten,    // read before anybody wrote
-  in_flight,    // touched while an asynchronous operation works on it
-  output,       // an output written twice or not at all, an input written
-  deadlock,     // nobody can go on
-  divergence,   // threads that must do the same do different things
-  protocol,     // an instruction's rule is broken
-  undefined,    // undefined behaviour of C++
+  bounds,      // memory that belongs to no array of the launch, or lies outside a view of it
+  race,        // two accesses that nothing orders
+  unwritten,   // read before anybody wrote
+  in_flight,   // touched while an asynchronous operation works on it
+  output,      // an output written twice or not at all, an input written
+  deadlock,    // nobody can go on
+  divergence,  // threads that must do the same do different things
+  protocol,    // an instruction's rule is broken
+  undefined,   // undefined behaviour of C++
 };
 
 // Ends the launch. `pc` is an address in the kernel; in the text, "@%p" stands for one too.

@@ -13,19 +13,14 @@ int pool = 0;
 std::vector<int> held;  // by warp: registers of each of its threads
 std::vector<int> waiting;
 
-struct Request {
-  int registers;
-  bool increase;
-};
-
 }  // namespace
 
 void setmaxnreg(int registers, bool increase) {
   const Doing doing(increase ? "setmaxnreg.inc" : "setmaxnreg.dec", __builtin_return_address(0));
   if (registers % 8 || registers < 24 || registers > 256)
-    fail(Kind::protocol, "%s to %d: a multiple of 8 from 24 to 256 is allowed", self->op, registers);
-  Request request{registers, increase};
-  meet(128, &request, [](void* const*) {});
+    fail(Kind::protocol, "%s to %d: a multiple of 8 from 24 to 256 is allowed", self->op,
+         registers);
+  meet(128, nullptr, [](void* const*) {});
   int& mine = held[self->id / 32];
   if (mine == registers) return;  // another lane of the warp has done it
   if ((registers > mine) != increase)

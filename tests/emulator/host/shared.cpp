@@ -11,8 +11,6 @@
 namespace emu {
 namespace {
 
-constexpr uint32_t kWindow = 0x400;  // where the window starts: not at 0, as on a card
-
 struct Record {
   const void* pc;  // of the last write
   Moment moment;
@@ -50,8 +48,8 @@ void check_readable(uint32_t i, const Thread& thread) {
   const Record& r = records[i];
   const uint32_t offset = i * kRecordBytes;
   if (r.mbarrier)
-    fail(Kind::protocol, "%s of thread %d reads shared memory +%u, which holds an mbarrier", self->op,
-         thread.id, offset);
+    fail(Kind::protocol, "%s of thread %d reads shared memory +%u, which holds an mbarrier",
+         self->op, thread.id, offset);
   if (r.in_flight)
     fail(Kind::in_flight, "%s of thread %d reads shared memory +%u, into which a copy is under way",
          self->op, thread.id, offset);
@@ -59,8 +57,10 @@ void check_readable(uint32_t i, const Thread& thread) {
     fail(Kind::unwritten, "%s of thread %d reads shared memory +%u, which nobody has written",
          self->op, thread.id, offset);
   if (!knows(thread.seen, r.writer, r.moment))
-    fail(Kind::race, "%s of thread %d reads shared memory +%u, which %s wrote @%p; nothing orders "
-         "the two", self->op, thread.id, offset, name_of(r.writer).c_str(), r.pc);
+    fail(Kind::race,
+         "%s of thread %d reads shared memory +%u, which %s wrote @%p; nothing orders "
+         "the two",
+         self->op, thread.id, offset, name_of(r.writer).c_str(), r.pc);
 }
 
 }  // namespace
@@ -100,20 +100,25 @@ void check_free(uint32_t offset, int bytes, const Thread& thread) {
       fail(Kind::protocol, "%s of thread %d writes shared memory +%u, which holds an mbarrier",
            self->op, thread.id, at);
     if (r.in_flight)
-      fail(Kind::in_flight, "%s of thread %d writes shared memory +%u, into which a copy is under way",
-           self->op, thread.id, at);
+      fail(Kind::in_flight,
+           "%s of thread %d writes shared memory +%u, into which a copy is under way", self->op,
+           thread.id, at);
     if (r.async_readers)
       fail(Kind::in_flight,
-           "%s of thread %d writes shared memory +%u, which an unfinished operation reads", self->op,
-           thread.id, at);
+           "%s of thread %d writes shared memory +%u, which an unfinished operation reads",
+           self->op, thread.id, at);
     if (r.written && !knows(thread.seen, r.writer, r.moment))
-      fail(Kind::race, "%s of thread %d writes shared memory +%u, which %s wrote @%p; nothing orders "
-           "the two", self->op, thread.id, at, name_of(r.writer).c_str(), r.pc);
+      fail(Kind::race,
+           "%s of thread %d writes shared memory +%u, which %s wrote @%p; nothing orders "
+           "the two",
+           self->op, thread.id, at, name_of(r.writer).c_str(), r.pc);
     for (int k = 0; k < n_readers; ++k) {
       const Reader& reader = readers[i * n_readers + k];
       if (reader.moment && !knows(thread.seen, reader.agent, reader.moment))
-        fail(Kind::race, "%s of thread %d writes shared memory +%u, which %s has read; nothing orders "
-             "the two", self->op, thread.id, at, name_of(reader.agent).c_str());
+        fail(Kind::race,
+             "%s of thread %d writes shared memory +%u, which %s has read; nothing orders "
+             "the two",
+             self->op, thread.id, at, name_of(reader.agent).c_str());
     }
   }
 }
@@ -131,7 +136,8 @@ void set_in_flight(uint32_t offset, int bytes) {
 }
 
 void set_mbarrier(uint32_t offset) {
-  for (uint32_t i = first_record(offset); i < end_record(offset, 8); ++i) records[i].mbarrier = true;
+  for (uint32_t i = first_record(offset); i < end_record(offset, 8); ++i)
+    records[i].mbarrier = true;
 }
 
 void check_async_read(uint32_t offset, int bytes, const Thread& thread) {
@@ -140,8 +146,10 @@ void check_async_read(uint32_t offset, int bytes, const Thread& thread) {
     check_readable(i, thread);
     const Record& r = records[i];
     if (r.writer < block.n_threads && block.threads[r.writer].fenced < r.moment)
-      fail(Kind::race, "%s of thread %d reads shared memory +%u, which thread %d wrote @%p with no "
-           "fence.proxy.async since", self->op, thread.id, i * kRecordBytes, r.writer, r.pc);
+      fail(Kind::race,
+           "%s of thread %d reads shared memory +%u, which thread %d wrote @%p with no "
+           "fence.proxy.async since",
+           self->op, thread.id, i * kRecordBytes, r.writer, r.pc);
   }
 }
 

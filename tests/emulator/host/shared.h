@@ -13,6 +13,9 @@ namespace emu {
 constexpr uint32_t kRecordBytes = 4;
 constexpr size_t kMaxSharedBytes = 256 << 10;  // more than any card has
 
+// Where the window starts: not at 0, as on a card, but at a multiple of every swizzle pattern.
+constexpr uint32_t kWindow = 0x400;
+
 // The offset in shared memory that an instruction's address stands for; reports what lies outside
 // or is not aligned.
 uint32_t shared_offset(uint32_t address, int bytes, int alignment);

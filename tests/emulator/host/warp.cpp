@@ -10,7 +10,10 @@
 namespace emu {
 namespace {
 
-template <class T> T& lane(void* const* lanes, int i) { return *static_cast<T*>(lanes[i]); }
+template <class T>
+T& lane(void* const* lanes, int i) {
+  return *static_cast<T*>(lanes[i]);
+}
 
 struct Shuffle {
   uint64_t in, out;
@@ -40,8 +43,7 @@ struct Mma {
 // Rows of 16 bytes in the same group of four banks are served one after another.
 void count_conflicts(void* const* lanes, int matrix) {
   uint32_t groups = 0;
-  for (int i = 0; i < 8; ++i)
-    groups |= 1u << (lane<Matrices>(lanes, 8 * matrix + i).row >> 4) % 8;
+  for (int i = 0; i < 8; ++i) groups |= 1u << (lane<Matrices>(lanes, 8 * matrix + i).row >> 4) % 8;
   launch->bank_conflicts += 8 - __builtin_popcount(groups);
 }
 
@@ -103,8 +105,7 @@ void perform_mma(void* const* lanes) {
     for (int k = 0; k < 16; ++k)
       for (int n = 0; n < 8; ++n) d[m][n] += a[m][k] * b[k][n];
   for (int i = 0; i < 32; ++i)
-    for (int j = 0; j < 4; ++j)
-      lane<Mma>(lanes, i).d[j] = d[i / 4 + j / 2 * 8][i % 4 * 2 + j % 2];
+    for (int j = 0; j < 4; ++j) lane<Mma>(lanes, i).d[j] = d[i / 4 + j / 2 * 8][i % 4 * 2 + j % 2];
 }
 
 }  // namespace
@@ -118,7 +119,8 @@ uint64_t shfl_bfly(uint64_t bits, int lane_mask) {
   Shuffle mine{bits, 0, lane_mask};
   meet(32, &mine, [](void* const* lanes) {
     for (int i = 0; i < 32; ++i)
-      lane<Shuffle>(lanes, i).out = lane<Shuffle>(lanes, (i ^ lane<Shuffle>(lanes, i).mask) & 31).in;
+      lane<Shuffle>(lanes, i).out =
+          lane<Shuffle>(lanes, (i ^ lane<Shuffle>(lanes, i).mask) & 31).in;
   });
   return mine.out;
 }

@@ -16,9 +16,8 @@
 namespace emu {
 namespace {
 
-constexpr int kSize = 128;                    // threads of a warpgroup
-constexpr uint32_t kNobodys = 0x7fc0dead;     // a NaN
-constexpr uint32_t kWindowPattern = 0x400;    // the window starts at a multiple of every pattern
+constexpr int kSize = 128;                 // threads of a warpgroup
+constexpr uint32_t kNobodys = 0x7fc0dead;  // a NaN
 
 // A matrix in shared memory, as a descriptor gives it (PTX ISA, "Matrix descriptor format"). In
 // K-major order a row [k] lies in one piece, in MN-major order a column [mn].
@@ -34,33 +33,36 @@ struct Operand {
         width(descriptor >> 62 == 1 ? 128 : 64),
         mn_major(mn_major) {
     if (descriptor >> 62 != 1 && descriptor >> 62 != 2)
-      fail(Kind::protocol, "wgmma descriptor %016llx: the emulator knows the swizzles of 128 and 64 bytes",
+      fail(Kind::protocol,
+           "wgmma descriptor %016llx: the emulator knows the swizzles of 128 and 64 bytes",
            (unsigned long long)descriptor);
     if (descriptor & 0x3fffc000c000c000)
       fail(Kind::protocol, "wgmma descriptor %016llx: base offset and reserved bits must be 0",
            (unsigned long long)descriptor);
     if (start % (8 * width) >= uint32_t(width))
       fail(Kind::protocol, "wgmma operand at +%u: not in the first row of a swizzle pattern",
-           start - kWindowPattern);
+           start - kWindow);
   }
 
   // Address of element (mn, k).
   uint32_t address(int mn, int k) const {
     const int per_row = width / 2;
-    const uint32_t plain =
-        mn_major ? start + mn / per_row * leading + k / 8 * stride + k % 8 * width + mn % per_row * 2
-                 : start + mn / 8 * stride + mn % 8 * width + k * 2;
+    const uint32_t plain = mn_major ? start + mn / per_row * leading + k / 8 * stride +
+                                          k % 8 * width + mn % per_row * 2
+                                    : start + mn / 8 * stride + mn % 8 * width + k * 2;
     return swizzle(plain, width);
   }
   uint32_t offset(int mn, int k, int bytes) const {
     return shared_offset(address(mn, k), bytes, bytes);
   }
 
-  template <class Visit> void each_chunk(int rows, Visit visit) const {  // of 16 bytes
+  template <class Visit>
+  void each_chunk(int rows, Visit visit) const {  // of 16 bytes
     for (int mn = 0; mn < rows; mn += mn_major ? 8 : 1)
       for (int k = 0; k < 16; k += mn_major ? 1 : 8) visit(offset(mn, k, 16));
   }
-  template <class Put> void read(int rows, Half type, Put put) const {
+  template <class Put>
+  void read(int rows, Half type, Put put) const {
     for (int mn = 0; mn < rows; ++mn)
       for (int k = 0; k < 16; ++k) {
         uint16_t x;
@@ -153,8 +155,9 @@ void issue(void* const* lanes) {
 void multiply(const Operation& o, std::vector<float>& value) {
   static float a[64][16], b[16][256];
   const Wgmma& op = o.op;
-  Operand(op.b_descriptor, op.trans_b)
-      .read(8 * op.tiles, op.type, [](int n, int k, float x) { b[k][n] = x; });
+  Operand(op.b_descriptor, op.trans_b).read(8 * op.tiles, op.type, [](int n, int k, float x) {
+    b[k][n] = x;
+  });
   if (op.a_registers) {
     for (int t = 0; t < kSize; ++t)
       for (int j = 0; j < 4; ++j)
@@ -162,8 +165,9 @@ void multiply(const Operation& o, std::vector<float>& value) {
           a[row_of(t, j % 2 * 2)][t % 4 * 2 + j / 2 * 8 + h] =
               widen(uint16_t(o.a[t][j] >> 16 * h), op.type);
   } else {
-    Operand(op.a_descriptor, op.trans_a)
-        .read(64, op.type, [](int m, int k, float x) { a[m][k] = x; });
+    Operand(op.a_descriptor, op.trans_a).read(64, op.type, [](int m, int k, float x) {
+      a[m][k] = x;
+    });
   }
   const int cols = 8 * op.tiles;
   for (int m = 0; m < 64; ++m) {
@@ -187,9 +191,8 @@ void finish(Warpgroup& g, const Operation& o, int group) {
   Accumulator& acc = found->second;
   multiply(o, acc.value);
   const auto end_operand = [&](const Operand& operand, int rows) {
-    operand.each_chunk(rows, [&](uint32_t offset) {
-      end_async_read(offset, 16, wgmma_agent(group), g.moment);
-    });
+    operand.each_chunk(
+        rows, [&](uint32_t offset) { end_async_read(offset, 16, wgmma_agent(group), g.moment); });
   };
   end_operand({op.b_descriptor, op.trans_b}, 8 * op.tiles);
   if (!op.a_registers) end_operand({op.a_descriptor, op.trans_a}, 64);
@@ -215,7 +218,8 @@ void wgmma_fence() { fenced[self->id] = true; }
 void wgmma_issue(const Wgmma& op) {
   const Doing doing("wgmma.mma_async", __builtin_return_address(0));
   if (!fenced[self->id])
-    fail(Kind::protocol, "thread %d issues a wgmma with no wgmma.fence since its last commit", self->id);
+    fail(Kind::protocol, "thread %d issues a wgmma with no wgmma.fence since its last commit",
+         self->id);
   Wgmma mine = op;
   meet(kSize, &mine, issue);
 }

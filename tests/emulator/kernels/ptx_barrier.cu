@@ -1,7 +1,8 @@
 // Barriers of a block, a warp, and two parties of which one only says that it has come; who is who.
 //
 //   in    x [blocks, rounds, 128] f32
-//   out   who [blocks, 256, 6]    tid, ctaid x, y, z, smem_address from the start, from a multiple of 1024
+//   out   who [blocks, 256, 6]    tid, ctaid x, y, z, smem_address from the start, and from a
+//                                 multiple of 1024
 //         of_warp [blocks, 256]   the thread number of the next lane of the warp
 //         of_block [blocks, 256]  that of the thread as far from the block's end
 //         handed [blocks, rounds, 128] f32   x of a round backwards, from one half to the other

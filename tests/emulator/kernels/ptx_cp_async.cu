@@ -1,5 +1,5 @@
-// cp.async with any number of source bytes, in four groups: a thread reads its own chunks as soon as
-// it has waited for them, and those of the others after a barrier.
+// cp.async with any number of source bytes, in four groups: a thread reads its own chunks as soon
+// as it has waited for them, and those of the others after a barrier.
 //
 //   in    source [4, threads, 16 bytes]   src_bytes [4, threads] 0 to 16
 //   out   own, others [4, threads, 16 bytes]: others backwards along the threads

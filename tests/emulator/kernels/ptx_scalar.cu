@@ -1,5 +1,5 @@
-// What makes one value of one or two, shfl and vote: an output for each function, an element for each
-// thread.
+// What makes one value of one or two, shfl and vote: an output for each function, an element for
+// each thread.
 //
 //   in    single, single2 [n] f32   half [n] f16   bits [n]   wide, wide2 [n] f64
 //   out   [n] each, but of shfl and vote [32, n]: a row for each lane mask, and for

@@ -10,8 +10,12 @@ DEVICE void cp_reduce_async_bulk_add_f32(f32* dst, u32 src, int bytes) {
   emu::bulk_reduce_add(dst, src, bytes);
 }
 DEVICE void cp_async_bulk_commit_group() { emu::bulk_commit_group(); }
-template <int kPending> DEVICE void cp_async_bulk_wait_group() { emu::bulk_wait_group(kPending); }
-template <int kPending> DEVICE void cp_async_bulk_wait_group_read() {
+template <int kPending>
+DEVICE void cp_async_bulk_wait_group() {
+  emu::bulk_wait_group(kPending);
+}
+template <int kPending>
+DEVICE void cp_async_bulk_wait_group_read() {
   emu::bulk_wait_group(kPending);
 }
 

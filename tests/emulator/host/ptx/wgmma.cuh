@@ -5,7 +5,10 @@ namespace ptx {
 
 DEVICE void wgmma_fence() { emu::wgmma_fence(); }
 DEVICE void wgmma_commit_group() { emu::wgmma_commit_group(); }
-template <int kPending> DEVICE void wgmma_wait_group() { emu::wgmma_wait_group(kPending); }
+template <int kPending>
+DEVICE void wgmma_wait_group() {
+  emu::wgmma_wait_group(kPending);
+}
 
 template <bool kTransA, bool kTransB, int kTiles>
 DEVICE void wgmma_m64k16_f16_ss(f32 (&d)[kTiles][4], u64 a, u64 b, bool scale_d) {
