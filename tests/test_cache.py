@@ -176,7 +176,7 @@ def test_an_architecture_older_than_the_compiler_is_named(folder):
     from cufa.gpu.warmup import _call, _Features
     from cufa.problem import make_problem
 
-    problem = make_problem(_call(32, "float32", False, False, 128, _Features()))
+    problem = make_problem(_call(32, "float32", False, False, 128, None, _Features()))
     key = make_key(problem, Device.of_arch(70))
     with pytest.raises(cufa.BuildError, match=r"sm_10.*NVRTC knows sm_\d+ and later"):
         build.compile_key(key._replace(arch=10))
@@ -196,3 +196,16 @@ def test_an_architecture_older_than_the_compiler_is_named(folder):
 def test_warmup_refuses_what_no_call_could_use(folder, options, error, text):
     with pytest.raises(error, match=text):
         cufa.warmup(arch=90, **options)
+
+
+def test_warmup_with_a_window_serves_windows_open_on_either_side(folder):
+    from cufa.gpu.device import Device
+    from cufa.gpu.plan import make_key
+    from cufa.gpu.warmup import _call, _Features
+    from cufa.problem import make_problem
+
+    options = {"head_dim": 32, "dtype": "float32", "causal": False, "window": True}
+    assert cufa.warmup(arch=90, **options) == 3
+    for window in ((50, None), (None, 50), (0, 50)):
+        call = _call(32, "float32", False, False, 70, window, _Features())
+        assert cache.find(build._cache_key(make_key(make_problem(call), Device.of_arch(90))))

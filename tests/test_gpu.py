@@ -186,7 +186,7 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(cupy):
     from cufa.gpu.warmup import _call, _Features
     from cufa.problem import make_problem
 
-    problem = make_problem(_call(32, "float16", False, False, 128, _Features()))
+    problem = make_problem(_call(32, "float16", False, False, 128, None, _Features()))
     key = make_key(problem, Device.of_arch(999))
     code, _ = build.compile_key(key)
     assert code.lstrip().startswith(b"//")

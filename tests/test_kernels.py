@@ -84,7 +84,7 @@ def code_lines(path: Any) -> Iterator[tuple[int, str]]:
 def test_instructions_and_builtins_appear_only_in_ptx() -> None:
     words = "global device forceinline launch_bounds grid_constant"
     reserved = re.compile(
-        rf"\basm\b|\batomic|\b(threadIdx|blockIdx|blockDim|gridDim)\b"
+        rf"\basm\b|\batomic|\bmem(cpy|set|move)\b|\b(threadIdx|blockIdx|blockDim|gridDim)\b"
         rf"|\b__(?!({words.replace(' ', '|')})__\b)\w+"
     )
     for path in build.KERNELS.rglob("*.cu*"):
@@ -194,7 +194,7 @@ def test_get_best_config_says_why_there_is_none(options, error, message):
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_get_best_config_is_what_a_call_takes(arch, dtype, causal, seqlen):
-    call = _call(96, dtype, causal, False, seqlen, _Features())
+    call = _call(96, dtype, causal, False, seqlen, None, _Features())
     key = make_key(make_problem(call), Device.of_arch(arch))
     best = cufa.get_best_config(seqlen, head_dim=96, dtype=dtype, causal=causal, arch=arch)
     assert best == key.config

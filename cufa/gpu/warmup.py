@@ -72,7 +72,8 @@ def warmup(
     """
     device = _current_device() if arch is None else _device(arch)
     bias = None if bias is None else plain_dtype("bias", bias)
-    features = _Features(window, mask, alibi_slopes, softcap, sink, bias)
+    features = _Features(mask, alibi_slopes, softcap, sink, bias)
+    plain_choice("window", window, (False, True))
     for name, value in features._asdict().items():
         if name != "bias":
             plain_choice(name, value, (False, True))
@@ -82,6 +83,7 @@ def warmup(
         [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
         [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
         LENGTHS,
+        _WINDOWS if window else [None],
     )
     keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -89,8 +91,11 @@ def warmup(
     return len(keys)
 
 
+#: Bounded on the left, on the right, on both sides: a kernel for each.
+_WINDOWS = [(9, None), (None, 9), (9, 9)]
+
+
 class _Features(NamedTuple):
-    window: bool = False
     mask: bool = False
     alibi_slopes: bool = False
     softcap: bool = False
@@ -123,6 +128,7 @@ def _call(
     causal: bool | str,
     return_lse: bool,
     seqlen: int,
+    window: tuple[int | None, int | None] | None,
     features: _Features,
 ) -> Signature:
     """A call that needs the kernel for sequences about that long."""
@@ -143,7 +149,7 @@ def _call(
         sink=facts((heads,), "float32") if features.sink else None,
         out=None,
         causal=causal,
-        window=(seqlen, None if causal else seqlen) if features.window else None,
+        window=window,
         softcap=1.0 if features.softcap else None,
         scale=None,
         layout="bhsd",

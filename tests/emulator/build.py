@@ -39,7 +39,8 @@ MODES = {
     "debug": ("-O0", "-g3", *_CHECKS, *_ONE_PLACE),
 }
 CHECKED_MODES = ("checked", "debug")
-_COMMON = ("-std=c++17", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
+# Units in one process share nothing, not even what the language says is one.
+_COMMON = ("-std=c++17", "-fno-gnu-unique", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
 _WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
 
 Edit = Callable[[str, str], str]
@@ -71,7 +72,9 @@ def obstacle() -> str | None:
     if missing:
         return f"the emulator needs {' and '.join(missing)} on the PATH"
     version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout
-    if int(version.split(".")[0]) < 12:
+    if not version.partition(".")[0].strip().isdecimal():
+        return "the emulator needs g++, and the one on the PATH does not run"
+    if int(version.partition(".")[0]) < 12:
         return f"the emulator needs g++ 12 or later; this is {version.strip()}"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,6 +144,12 @@ def run(
     KernelError
         With the place in the kernel's source.
     """
+    limits = {"threads": (threads, 1024), "axes of grid": (len(grid), 3)}
+    for name, (given, most) in limits.items():
+        if not 1 <= given <= most:
+            raise ValueError(f"{name} is {given}; 1 to {most} are allowed")
+    if min(grid) < 1 or max(grid[1:], default=1) > 65535:
+        raise ValueError(f"grid is {grid}; at least 1, and at most 65535 in y and z, is allowed")
     unit = load(library)
     rows = (_Array * len(arrays))(*(_describe(n, a, access) for n, (a, access) in arrays.items()))
     aligned = _aligned_copy(params)
@@ -158,13 +165,18 @@ def run(
         ctypes.addressof(rows),
         len(rows),
     )
-    report = unit.emulate(ctypes.byref(launch)).decode()
+    with _one_at_a_time:
+        report = unit.emulate(ctypes.byref(launch)).decode()
+        counts = unit.emulated_counts().decode()
     if launch.kind:
         text = re.sub(r"@(0x[0-9a-f]+)", lambda m: f"at {_line(library, int(m[1], 16))}", report)
         raise KernelError(Kind(launch.kind), f"{text}\n{_lines(library, launch.pc)}")
-    lines = (line.rpartition(" ") for line in unit.emulated_counts().decode().splitlines())
+    lines = (line.rpartition(" ") for line in counts.splitlines())
     executed = {instruction: int(count) for instruction, _, count in lines}
     return Counts(launch.bank_conflicts, defaultdict(int, executed))
+
+
+_one_at_a_time = threading.Lock()
 
 
 @cache
@@ -189,6 +201,8 @@ def _describe(name: str, a: NDArray[Any], access: Access) -> _Array:
     first, extent, axes = a.ctypes.data, a.itemsize if a.size else 0, []
     for stride, n in zip(a.strides, a.shape, strict=True):
         if n > 1 and stride and a.size:
+            if len(axes) == 5:
+                raise ValueError(f"{name} has more than 5 axes of more than one element")
             first += min(0, stride * (n - 1))
             extent += abs(stride) * (n - 1)
             axes.append((abs(stride), n))

@@ -41,7 +41,7 @@ struct Block {
   int n_threads, n_warps, n_warpgroups, n_agents;
   uint32_t shared_bytes;
   uint8_t* shared;
-  std::vector<Thread> threads;
+  std::vector<Thread> threads;  // the first n_threads; the rest keep their stacks for later
 };
 
 enum class Order { first, last, random };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <utility>
 
 #include "block.h"
 #include "global.h"
@@ -167,6 +168,8 @@ bool land_one_load() {
                                              : 0;
   const Load load = loads[pick];
   loads.erase(loads.begin() + pick);
+  const auto [op, pc] = std::pair(self->op, self->pc);  // what is found now is the load's fault
+  self->op = "a load that lands: cp.async.bulk", self->pc = load.pc;
   if (load.src)
     memcpy(block.shared + load.offset, load.src, load.bytes);
   else
@@ -175,6 +178,7 @@ bool land_one_load() {
   const Moment moment = ++agent_moment;
   set_written(load.offset, load.bytes, agent_of(load.bar), moment, load.pc);
   land_bytes(load.bar, load.bytes, moment, load.pc);
+  self->op = op, self->pc = pc;
   return true;
 }
 

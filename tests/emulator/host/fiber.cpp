@@ -67,7 +67,8 @@ Thread* next_thread() {
     int n = 0, first = 0, last = 0;
   };
   std::map<std::pair<const void*, std::string>, Place> stuck;
-  for (const Thread& t : block.threads) {
+  for (int i = 0; i < block.n_threads; ++i) {
+    const Thread& t = block.threads[i];
     if (!t.waits) continue;
     Place& place = stuck[{t.pc, t.op}];
     if (place.n++ == 0) place.first = t.id;
@@ -133,7 +134,7 @@ void abandon_block() { switch_to(&self->stack_pointer, nullptr); }
 void run_block(void (*kernel)(const void*), const void* params) {
   the_kernel = kernel, the_params = params;
   ready.clear(), ready_head = 0, n_running = block.n_threads;
-  block.threads.resize(block.n_threads);
+  if (int(block.threads.size()) < block.n_threads) block.threads.resize(block.n_threads);
   for (int i = 0; i < block.n_threads; ++i) {
     Thread& t = block.threads[i];
     t.id = i, t.waits = false, t.op = "start", t.pc = nullptr, t.fenced = 0;

@@ -57,7 +57,13 @@ void touch(const void* address, int bytes, Access access) {
   for (int i = 0; i < launch->n_arrays; ++i) {
     const Array& a = launch->arrays[i];
     if (p < a.base || p >= a.base + a.bytes || !contains(a, p, bytes)) continue;
-    if (access == Access::read && a.access != Access::add) return;
+    if (access == Access::read && a.access != Access::add) {
+      for (int b = 0; b < bytes && a.access == Access::write_once; ++b)
+        if (!written[i][p - a.base + b])
+          fail(Kind::unwritten, "thread %d: %s of %s at %+lld, which nobody has written", self->id,
+               self->op, a.name, (long long)(p - a.base + b));
+      return;
+    }
     if (access != a.access)
       fail(Kind::output, "thread %d: %s touches %s, which is %s", self->id, self->op, a.name,
            a.access == Access::read         ? "an input"
