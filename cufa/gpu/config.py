@@ -55,8 +55,8 @@ _OPEN, _PLAIN, _MODIFIED = Scores
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
-    _Row("fa2_fwd",      2,   90, _OPEN,     True, 128, True,  512, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,   90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
+    _Row("fa2_fwd",      2,   90, _OPEN,     True, 128, True,  512, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,   90, _OPEN,     None, 128, True,  ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2, None, _PLAIN,    None,  64, False, ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2, None, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),

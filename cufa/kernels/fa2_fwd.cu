@@ -5,7 +5,7 @@
 //   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
 //   grid  B * H * ceil(Tq / kBlockM)            block kThreads; a warp owns kBlockM / warps rows
 //   smem  one tile of Q, one of K, one of V
-#include "attn/epilogue.cuh"
+#include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/softmax.cuh"

@@ -4,6 +4,7 @@
 #include "ptx/cvt.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/shfl.cuh"
 #include "ptx/thread.cuh"
 #include "tile/swizzled_tile.cuh"
 
@@ -115,4 +116,20 @@ DEVICE OperandFragment<kRowTiles, kColTiles / 2> narrow(
         p.x[m][k][i] = pack(tile[2 * (i % 2)], tile[2 * (i % 2) + 1]);
       }
   return p;
+}
+
+// Element j of lane i of a quad becomes element i of lane j.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = lane() & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const u32 give = upper ? x[i] : x[i + step];
+      const u32 got = ptx::mov_b32(ptx::shfl_bfly(ptx::mov_f32(give), step));
+      x[i] = upper ? got : x[i];
+      x[i + step] = upper ? x[i + step] : got;
+    }
+  }
 }
