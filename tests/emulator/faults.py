@@ -147,6 +147,9 @@ _FA2 = (
           "ptx::bar_sync(); ptx::cp_async_wait_group<0>(); // V"),
     Fault("V's copies belong to no group",                 IN_FLIGHT,  "plain",
           "fa2_fwd.cu", "p.head_dim_v); ptx::cp_async_commit_group();", "p.head_dim_v);"),
+    Fault("a block of K is loaded that nobody waits for",  PROTOCOL,   "plain",        # silent
+          "fa2_fwd.cu", "Real lse[Output::kRows];",
+          "if (keys.first < keys.last) load_k(keys.first); Real lse[Output::kRows];"),
     Fault("K is loaded while others read it",              RACE,       "plain",        # silent
           "fa2_fwd.cu", "ptx::bar_sync(); // V of block n is here, K of block n was used "
           "if (n > keys.first) load_k(n - 1);",

@@ -86,6 +86,7 @@ void count(const char* instruction);
 void begin_barriers();
 void begin_shared();
 void begin_cp_async();
+void end_cp_async();
 void begin_mbarriers();
 void begin_bulk();
 void end_bulk();

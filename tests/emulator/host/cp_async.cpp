@@ -58,4 +58,15 @@ void cp_async_wait_group(int pending) {
 
 void begin_cp_async() { copies.assign(block.n_threads, {}); }
 
+void end_cp_async() {
+  for (const Copies& c : copies) {
+    const std::vector<Copy>* left = c.open.empty() ? nullptr : &c.open;
+    for (const auto& group : c.groups)
+      if (!group.empty()) left = &group;
+    if (left)
+      fail_at(left->front().pc, Kind::protocol,
+              "the block ends while a cp.async of thread %d is under way", int(&c - copies.data()));
+  }
+}
+
 }  // namespace emu

@@ -31,7 +31,7 @@ Order order = Order::first;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 << 10;
+constexpr size_t kStackBytes = 256 << 10, kGuardBytes = 4096;
 constexpr size_t kFrameBytes = 16 << 10;  // what a kernel needs of it
 
 void* main_stack_pointer = nullptr;
@@ -101,9 +101,12 @@ void thread_main() {
 }
 
 void prepare(Thread& thread) {
-  if (!thread.stack)
+  if (!thread.stack) {
     thread.stack = static_cast<uint8_t*>(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    mprotect(thread.stack, kGuardBytes,
+             PROT_NONE);  // a crash instead of another thread's variables
+  }
   // Variables that nobody initialises are NaNs.
   memset(thread.stack + kStackBytes - kFrameBytes, 0xff, kFrameBytes);
   auto** top = reinterpret_cast<void**>(thread.stack + kStackBytes - 64);

@@ -48,6 +48,7 @@ void run_blocks(void (*kernel)(const void*)) {
     run_block(kernel, launch->params);
     self = nullptr;
     if (launch->kind) return;
+    end_cp_async();
     end_wgmma();
     end_bulk();
   }
