@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from emulator.build import HERE
-from emulator.card import ARCHS, Agree, Launch, Machine, compile_for, on_every_machine, same_bits
+from emulator.card import ARCHS, Agree, Launch, Runner, compile_for, on_every_machine, same_bits
 from emulator.run import Access
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,7 +187,7 @@ SCALARS: dict[str, Agree] = {
 @on_every_machine
 @a_quarter
 @given(seeds)
-def test_functions_of_one_or_two_values(machine: Machine, seed: int) -> None:
+def test_functions_of_one_or_two_values(machine: Runner, seed: int) -> None:
     launch, expected = scalar_launch(np.random.default_rng(seed))
     machine.check(launch, expected, seed, SCALARS.__getitem__)
 
@@ -195,7 +195,7 @@ def test_functions_of_one_or_two_values(machine: Machine, seed: int) -> None:
 @on_every_machine
 @a_quarter
 @given(seeds)
-def test_conversions_to_pairs(machine: Machine, seed: int) -> None:
+def test_conversions_to_pairs(machine: Runner, seed: int) -> None:
     rng = np.random.default_rng(seed)
     lo, hi = singles(rng), singles(rng)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator.card import Launch, Machine, on_every_machine
+from emulator.card import Launch, Runner, on_every_machine
 from emulator.run import Access
 from emulator.tensor_map import TensorMap
 from hypothesis import given, settings
@@ -27,7 +27,7 @@ BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
 @a_tenth
 @given(seeds, st.integers(1, 3), st.integers(0, 6), st.integers(1, 40))
 def test_bulk_loads_and_sums(
-    machine: Machine, exact: bool, seed: int, blocks: int, rounds: int, eights: int
+    machine: Runner, exact: bool, seed: int, blocks: int, rounds: int, eights: int
 ) -> None:
     """cp_async_bulk_load, cp_reduce_async_bulk_add_f32, their groups, mbarrier_init, _arrive,
     _arrive_expect_tx, _try_wait_parity: round after round, so that every phase has both parities.
@@ -124,7 +124,7 @@ def boxes(draw: Any, rank: int, swizzle_bytes: int) -> Boxes:
 @on_every_machine
 @a_tenth
 @given(st.data())
-def test_boxes_of_a_tensor(machine: Machine, rank: int, swizzle_bytes: int, data: Any) -> None:
+def test_boxes_of_a_tensor(machine: Runner, rank: int, swizzle_bytes: int, data: Any) -> None:
     """cp_async_bulk_tensor_4d_load, _4d_store, _5d_load, _5d_store, fence_proxy_async_shared: what
     a load finds outside the tensor is 0, on every side, and a store writes nothing there, where it
     may be: it must not begin at a negative coordinate, and no box within 16 bytes."""

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator.card import Launch, Machine, on_every_machine
+from emulator.card import Launch, Runner, on_every_machine
 from emulator.run import Access
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,7 +37,7 @@ def outputs(expected: dict[str, NDArray[Any]]) -> dict[str, tuple[NDArray[Any], 
 @a_quarter
 @given(seeds, st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 5))
 def test_barriers_and_thread_numbers(
-    machine: Machine, seed: int, grid: tuple[int, int, int], rounds: int
+    machine: Runner, seed: int, grid: tuple[int, int, int], rounds: int
 ) -> None:
     """bar_sync, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z, smem_address."""
     blocks = int(np.prod(grid))
@@ -67,7 +67,7 @@ def of_matrices(x: NDArray[np.uint16], trans: bool) -> NDArray[np.uint32]:
 @on_every_machine
 @a_quarter
 @given(seeds)
-def test_ldmatrix(machine: Machine, seed: int) -> None:
+def test_ldmatrix(machine: Runner, seed: int) -> None:
     rng = np.random.default_rng(seed)
     image = random_words(rng, 1024)
     rows = 16 * rng.integers(0, 256, 128, dtype=np.int32)
@@ -85,7 +85,7 @@ def test_ldmatrix(machine: Machine, seed: int) -> None:
 @on_every_machine
 @a_quarter
 @given(seeds)
-def test_stmatrix(machine: Machine, trans: bool, seed: int) -> None:
+def test_stmatrix(machine: Runner, trans: bool, seed: int) -> None:
     rng = np.random.default_rng(seed)
     image = random_words(rng, 512)
     rows = 16 * rng.permutation(128).astype(np.int32)
@@ -105,7 +105,7 @@ def fragment(x: NDArray[Any]) -> NDArray[np.uint32]:
 @on_every_machine
 @a_quarter
 @given(seeds, st.integers(1, 3), st.integers(0, 5))
-def test_mma(machine: Machine, dtype: Any, kind: str, seed: int, warps: int, steps: int) -> None:
+def test_mma(machine: Runner, dtype: Any, kind: str, seed: int, warps: int, steps: int) -> None:
     """mma_m16n8k16_f16, mma_m16n8k16_bf16.
 
     A sum of integers has no rounding, in whichever order. The ISA leaves open the order of others,
@@ -157,7 +157,7 @@ def test_mma(machine: Machine, dtype: Any, kind: str, seed: int, warps: int, ste
 @on_every_machine
 @a_quarter
 @given(seeds)
-def test_cp_async_with_any_number_of_bytes(machine: Machine, seed: int) -> None:
+def test_cp_async_with_any_number_of_bytes(machine: Runner, seed: int) -> None:
     rng = np.random.default_rng(seed)
     source = random_words(rng, 4, 64, 4)
     src_bytes = rng.permuted(np.resize(np.arange(17, dtype=np.int32), (4, 64)))
@@ -172,7 +172,7 @@ def test_cp_async_with_any_number_of_bytes(machine: Machine, seed: int) -> None:
 @on_every_machine
 @a_quarter
 @given(seeds)
-def test_elect_sync_and_setmaxnreg(machine: Machine, seed: int) -> None:
+def test_elect_sync_and_setmaxnreg(machine: Runner, seed: int) -> None:
     """Whose lane is elected, the ISA leaves open."""
     x = random_words(np.random.default_rng(seed), 384)
     expected = {"elected": np.zeros((384, 2), np.uint32), "kept": x}

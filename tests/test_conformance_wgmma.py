@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import build, linear_attention
-from emulator.card import Launch, Machine, load, on_every_machine, skip_unless_card, start
+from emulator.card import Launch, Runner, load, on_every_machine, skip_unless_card, start
 from emulator.linear_attention import Problem
 from emulator.run import Access
 from hypothesis import given, settings
@@ -151,7 +151,7 @@ def wgmma_launch(
     swizzles=st.tuples(*[st.sampled_from([64, 128])] * 2),
 )
 def test_wgmma(
-    machine: Machine,
+    machine: Runner,
     dtype: Any,
     in_registers: bool,
     trans_a: bool,

@@ -1,5 +1,5 @@
-"""Do the checks of the emulator see what they should? Each fault of emulator/faults.py, planted in
-a kernel, is seen as what it is; the kernels as they are raise nothing."""
+"""Do the checks of the emulator see what they should? Each fault of emulator/faults_*.py, planted
+in a kernel, is seen as what it is; the kernels as they are raise nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from emulator import build, linear_attention
 from emulator.build import Unit
-from emulator.faults import CONFLICTS, FAULTS, PROBLEMS, WRONG, Fault, Problem, Symptom
+from emulator.faults import CONFLICTS, PROBLEMS, WRONG, Fault, Problem, Symptom
+from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
+from emulator.faults_hopper import LINEAR_ATTENTION_SM90
 from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Counts, KernelError, Kind, Order, Schedule
 
@@ -30,6 +32,11 @@ SCHEDULES = (
     Schedule(Order.LAST),
     *(Schedule(Order.RANDOM, s) for s in (1, 2)),
 )
+FAULTS = {
+    "fa2_fwd": FA2_FWD,
+    "fa2_fwd_simt": FA2_FWD_SIMT,
+    "linear_attention_sm90": LINEAR_ATTENTION_SM90,
+}
 ROWS = [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults]
 SHOWN = sorted({(kernel, fault.problems) for kernel, fault in ROWS})
 

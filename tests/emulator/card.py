@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cufa.gpu import build as cards
+from cufa.gpu import build as nvrtc
 from emulator import build
 from emulator.run import FIRST_COME, Access, Order, Schedule, run
 from emulator.tensor_map import TensorMap
@@ -119,10 +119,10 @@ def source(kernel: str) -> str:
     """The text of a test kernel for a card."""
 
     def read(file: str) -> tuple[str, str]:
-        roots = (build.HERE / "kernels", cards.KERNELS)
+        roots = (build.HERE / "kernels", nvrtc.KERNELS)
         return file, next(r / file for r in roots if (r / file).exists()).read_text()
 
-    return cards.expand(f"{kernel}.cu", read)
+    return nvrtc.expand(f"{kernel}.cu", read)
 
 
 def compile_for(
@@ -130,7 +130,7 @@ def compile_for(
 ) -> tuple[bytes, str]:
     """The machine code for an architecture such as "sm_90a", and the compiler's log with registers
     and spills. Needs no GPU."""
-    core = cards._toolchain().core
+    core = nvrtc._toolchain().core
     options = core.ProgramOptions(
         name=f"{kernel}.cu",
         std="c++17",
@@ -192,7 +192,7 @@ def same_bits(got: NDArray[Any], want: NDArray[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Runner:
     """What runs a launch: the emulator with one order of threads, or (None) a card."""
 
     order: Order | None
@@ -227,7 +227,7 @@ class Machine:
 on_every_machine = pytest.mark.parametrize(
     "machine",
     [
-        *(pytest.param(Machine(order), id=order.name.lower()) for order in Order),
-        pytest.param(Machine(None), id="card", marks=pytest.mark.gpu),
+        *(pytest.param(Runner(order), id=order.name.lower()) for order in Order),
+        pytest.param(Runner(None), id="card", marks=pytest.mark.gpu),
     ],
 )
