@@ -159,9 +159,11 @@ def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[A
             "shfl_bfly_f32": a.view(np.uint32)[lanes].view(np.float32),
             "shfl_bfly_f64": wide.view(np.uint64)[lanes].view(np.float64),
             "vote_any": np.repeat(votes, 32, -1).astype(np.uint32),
+            "mov_b64": wide.view(np.uint64),
+            "mov_f64": wide2,
         }
     inputs = {"single": a, "single2": b, "half": half, "bits": b.view(np.uint32)}
-    inputs |= {"wide": wide, "wide2": wide2}
+    inputs |= {"wide_bits": wide2.view(np.uint64), "wide": wide, "wide2": wide2}
     arrays = {name: (x, Access.READ) for name, x in inputs.items()}
     for name, x in expected.items():
         out = np.zeros(x.shape, np.float32 if name == "ex2_approx" else x.dtype)
@@ -181,6 +183,8 @@ SCALARS: dict[str, Agree] = {
     "shfl_bfly_f32": same_bits,
     "shfl_bfly_f64": same_bits,
     "vote_any": same_bits,
+    "mov_b64": same_bits,
+    "mov_f64": same_bits,
 }
 
 

@@ -154,6 +154,66 @@ def test_mma(machine: Runner, dtype: Any, kind: str, seed: int, warps: int, step
     machine.check(launch, expected, seed, lambda _: agree)
 
 
+@pytest.mark.parametrize("kind", ["integers", "normal"])
+@on_every_machine
+@a_quarter
+@given(seeds, st.integers(1, 3), st.integers(0, 5))
+def test_mma_of_float64(machine: Runner, kind: str, seed: int, warps: int, steps: int) -> None:
+    """mma_m16n8k8_f64, mma_m8n8k4_f64, ld_shared_v2_f64.
+
+    The ISA leaves the order of the sum open; each term loses at most one unit in the last place of
+    the sum of magnitudes.
+    """
+    rng = np.random.default_rng(seed)
+
+    def values(*shape: int) -> NDArray[np.float64]:
+        exact = rng.integers(-7, 8, shape).astype(np.float64)
+        return rng.standard_normal(shape) if kind == "normal" else exact
+
+    threads = 32 * warps
+    # Each lane's numbers: a [row half, k half], b [k half], c [row half, column]
+    a, b, c = values(2, 2, steps, warps, 8, 4), values(2, steps, warps, 8, 4), values(warps, 16, 8)
+    by_row = np.concatenate([np.concatenate(list(half), -1) for half in a], -2)  # 16 x 8
+    by_column = np.concatenate(list(b), -1).swapaxes(-1, -2)  # 8 x 8
+
+    def lanes(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Lane i has of rows i / 4 and i / 4 + 8 two columns."""
+        parts = x.reshape(warps, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)
+        return np.ascontiguousarray(parts).reshape(threads, 4)
+
+    def parts(f: Any) -> dict[str, NDArray[np.float64]]:
+        """Both results, of the numbers or of their magnitudes."""
+        rows = f(c) + (f(by_row) @ f(by_column)).sum(0)
+        halves = [(f(a[0, k]) @ f(b[k]).swapaxes(-1, -2)).sum(0) for k in range(2)]
+        small = f(c) + np.concatenate(halves, -2)
+        return {"m16n8k8": lanes(rows), "m8n8k4": lanes(small)}
+
+    expected, size = parts(np.asarray), parts(abs)
+    eps = float(np.finfo(np.float64).eps) if kind == "normal" else 0.0
+
+    def agree(name: str) -> Any:
+        def within(got: NDArray[np.float64], want: NDArray[np.float64]) -> None:
+            assert (abs(got - want) <= 9 * steps * eps * size[name]).all()
+
+        return within
+
+    # The order of registers: row halves first
+    a_lanes = a.transpose(2, 3, 4, 5, 1, 0).reshape(steps, threads, 4)
+    b_lanes = b.transpose(1, 2, 3, 4, 0).reshape(steps, threads, 2)
+    arrays = inputs(
+        a=np.ascontiguousarray(a_lanes), b=np.ascontiguousarray(b_lanes), c=lanes(c)
+    )
+    numbers = {"steps": steps, "threads": threads}
+    launch = Launch(
+        "ptx_mma_f64",
+        arrays | outputs(expected),
+        numbers,
+        threads=threads,
+        shared_bytes=48 * threads,
+    )
+    machine.check(launch, expected, seed, agree)
+
+
 @on_every_machine
 @a_quarter
 @given(seeds)

@@ -59,7 +59,8 @@ def places(arch: int) -> dict[Place, list[Member]]:
     for spec in KERNELS:
         if arch < spec.min_arch:
             continue
-        facts = product(spec.dtypes, HEAD_DIMS, HEAD_DIMS, LENGTHS, Scores, (False, True))
+        dims = [d for d in HEAD_DIMS if d <= spec.max_head_dim]
+        facts = product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))
         for dtype, d, dv, seqlen, scores, causal in facts:
             tile = find_config(spec.name, dtype, d, dv, seqlen, scores, causal, device)
             found[spec.name, scores, tile][dtype, d, dv, causal] = None

@@ -40,7 +40,7 @@ class Scores(IntEnum):
 class _Row(NamedTuple):
     kernel: str
     element_bytes: int  # in shared memory: of the arrays, or of what they are computed in
-    arch: int | None  # exactly this one; None: any
+    arch: int  # of this one and of later ones without a row of their own
     scores: Scores  # at most
     causal: bool | None  # whether keys are bounded on the right; None: either
     head_dim: int  # at most; the larger of head_dim and head_dim_v
@@ -55,21 +55,27 @@ _OPEN, _PLAIN, _MODIFIED = Scores
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
-    _Row("fa2_fwd",      2,   90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
-    _Row("fa2_fwd",      2,   90, _OPEN,     True, 128, True,  512, Config( 64,  64, 128, 1, 3)),
-    _Row("fa2_fwd",      2,   90, _OPEN,     None, 128, True,  ANY, Config(128,  64, 128, 1, 1)),
-    _Row("fa2_fwd",      2, None, _PLAIN,    None,  64, False, ANY, Config(128,  64, 128, 1, 1)),
-    _Row("fa2_fwd",      2, None, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
-    _Row("fa2_fwd",      2, None, _PLAIN,    None, 256, False, ANY, Config( 64,  64, 128, 1, 1)),
-    _Row("fa2_fwd",      2, None, _MODIFIED, None, 256, False, ANY, Config( 64,  32, 128, 1, 1)),
-    _Row("fa2_fwd_simt", 4, None, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 1, 2)),
-    _Row("fa2_fwd_simt", 4, None, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 4, None, _MODIFIED, None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 4, None, _MODIFIED, None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
-    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 256, False, ANY, Config( 16,  32, 128, 1, 1)),
-    _Row("fa2_fwd_simt", 8, None, _MODIFIED, None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+    _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2, 100, _OPEN,     True, 128, True,  ANY, Config( 64,  64, 128, 1, 3)),
+    _Row("fa2_fwd",      2,  90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  90, _OPEN,     True, 128, True,  512, Config( 64,  64, 128, 1, 3)),
+    _Row("fa2_fwd",      2,  90, _OPEN,     None, 128, True,  ANY, Config(128,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config(128,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  80, _PLAIN,    None, 256, False, ANY, Config( 64,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  80, _MODIFIED, None, 256, False, ANY, Config( 64,  32, 128, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MODIFIED, None,  64, False, ANY, Config(128,  64, 256, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config(128,  32, 256, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 128, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config( 32,  32,  64, 1, 1)),
+    _Row("fa2_fwd_simt", 4,  70, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 1, 2)),
+    _Row("fa2_fwd_simt", 4,  70, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 4,  70, _MODIFIED, None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 4,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  32, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
 )
 # fmt: on
 
@@ -153,14 +159,19 @@ def get_best_config(
     causal = plain_choice("causal", causal, (False, True))
     window = plain_choice("window", window, (False, True))
     scores = Scores.MODIFIED if not plain else Scores.PLAIN if window else Scores.OPEN
-    specs = {spec.name: spec for spec in KERNELS}
-    names = specs if kernel is None else [plain_choice("kernel", kernel, tuple(specs))]
-    limits = {}
-    for name in names:
-        limits[name] = specs[name].limit(dtype, max(head_dim, head_dim_v), device)
-        if limits[name] is None:
-            return find_config(name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device)
-    raise UnsupportedError("; ".join(f"{name} {limit}" for name, limit in limits.items()))
+    if kernel is not None:
+        kernel = plain_choice("kernel", kernel, tuple({spec.name: None for spec in KERNELS}))
+    limits = []
+    for spec in KERNELS:
+        if kernel not in (None, spec.name):
+            continue
+        limit = spec.limit(dtype, max(head_dim, head_dim_v), device)
+        if limit is None:
+            return find_config(
+                spec.name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device
+            )
+        limits.append(f"{spec.name} {limit}")
+    raise UnsupportedError("; ".join(limits))
 
 
 def find_config(
@@ -179,7 +190,7 @@ def find_config(
         fits = (
             row.kernel == kernel
             and row.element_bytes == element_bytes(kernel, dtype)
-            and row.arch in (None, device.arch)
+            and row.arch <= device.arch
             and scores <= row.scores
             and row.causal in (None, causal)
             and max(d, dv) <= row.head_dim

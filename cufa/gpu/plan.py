@@ -47,7 +47,7 @@ class KernelKey(NamedTuple):
     def defines(self) -> dict[str, int]:
         """The -D facts of base/config.cuh, without their prefix."""
         facts = self._asdict()
-        for name in ("kernel", "arch", "config"):  # the source, an option, and facts of its own
+        for name in ("kernel", "config"):  # the source, and facts of its own
             del facts[name]
         for name in ("dtype", "bias"):
             facts[name] = _DTYPE_NUMBER[facts[name]]

@@ -15,7 +15,7 @@ _MAX_ROW_STRIDE = 1 << 24
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """What one `.cu` file serves.
+    """Some of what one `.cu` file serves.
 
     `name` is the file's and the function's name; `min_arch` the oldest architecture; `aligned` asks
     for rows of q, k, v and out that start at multiples of 16 bytes, and are not too far apart.
@@ -54,6 +54,7 @@ class KernelSpec:
 KERNELS = (
     #          name            algorithm  dtypes                     head_dim<= arch>= aligned
     KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
+    KernelSpec("fa2_fwd",      "fa2",     ("float64",),                    128,    80, True),
     KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),
 )
 # fmt: on

@@ -1,8 +1,8 @@
-// FlashAttention-2 forward on mma.sync tensor cores, float16 and bfloat16, sm_80 and later.
+// FlashAttention-2 forward on mma.sync tensor cores, float16, bfloat16 and float64; sm_80 and later.
 // Source: Dao, arXiv:2307.08691, Algorithm 1.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   rows 16-byte aligned
-//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
+//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64)
 //   grid  B * H * ceil(Tq / kBlockM)            block kThreads; a warp owns kBlockM / warps rows
 //   smem  one tile of Q, one of K, one of V
 #include "attn/epilogue_mma.cuh"
@@ -11,15 +11,15 @@
 #include "attn/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/copy_async.cuh"
-#include "tile/mma_fragment.cuh"
+#include "tile/dmma_fragment.cuh"
 
 using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileK = SwizzledTile<kBlockN, kHeadDim>;
 using TileV = SwizzledTile<kBlockN, kHeadDimV>;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowTiles = kBlockM / (16 * kWarps);
-using Scores = MmaFragment<kRowTiles, kBlockN / 8>;
-using Output = MmaFragment<kRowTiles, kHeadDimV / 8>;
+using Scores = TensorCores<kDType>::Scores<kRowTiles, kBlockN / 8>;
+using Output = TensorCores<kDType>::Output<kRowTiles, kHeadDimV / 8>;
 
 static_assert(kBlockM == kRowTiles * 16 * kWarps, "every warp owns whole 16-row tiles");
 static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/config.py");

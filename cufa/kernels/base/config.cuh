@@ -5,6 +5,9 @@
 
 enum DType { kFloat16, kBFloat16, kFloat32, kFloat64, kNone };
 
+// The card
+constexpr int kArch = CUFA_ARCH;             // compute capability times 10
+
 // The problem
 constexpr DType kDType = DType(CUFA_DTYPE);
 constexpr int kHeadDim = CUFA_HEAD_DIM;      // of q and k, rounded up to a multiple of 32

@@ -38,5 +38,7 @@ DEVICE f32 cvt_rz_f32_f64(f64 x) {
 
 DEVICE u32 mov_b32(f32 x) { return __float_as_uint(x); }
 DEVICE f32 mov_f32(u32 x) { return __uint_as_float(x); }
+DEVICE u64 mov_b64(f64 x) { return u64(__double_as_longlong(x)); }
+DEVICE f64 mov_f64(u64 x) { return __longlong_as_double(i64(x)); }
 
 }  // namespace ptx

@@ -30,6 +30,10 @@ void stmatrix_x4(uint32_t row, const uint32_t (&r)[4], bool trans);
 
 enum class Half { f16, bf16 };
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Half type);
+void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]);
+void mma_m8n8k4_f64(double (&d)[2], double a, double b);
+
+void ld_shared(void* to, uint32_t address, int bytes);
 
 // Copies by the thread itself: they land at its wait.
 void cp_async(uint32_t dst, const void* src, int bytes, int src_bytes);

@@ -1,7 +1,7 @@
 // What makes one value of one or two, shfl and vote: an output for each function, an element for
 // each thread.
 //
-//   in    single, single2 [n] f32   half [n] f16   bits [n]   wide, wide2 [n] f64
+//   in    single, single2 [n] f32   half [n] f16   bits, wide_bits [n]   wide, wide2 [n] f64
 //   out   [n] each, but of shfl and vote [32, n]: a row for each lane mask, and for
 //         each number that the lower bits of `bits` are compared with
 //   grid  n / 128   block 128
@@ -16,6 +16,7 @@ struct ScalarParams {
   const f32 *single, *single2;
   const u16* half;
   const u32* bits;
+  const u64* wide_bits;
   const f64 *wide, *wide2;
   f32 *ex2_approx, *mul_rn_f32;
   f64* mul_rn_f64;
@@ -26,6 +27,8 @@ struct ScalarParams {
   f32 *mov_f32, *shfl_bfly_f32;
   f64* shfl_bfly_f64;
   u32* vote_any;
+  u64* mov_b64;
+  f64* mov_f64;
   i32 n;
 };
 
@@ -42,6 +45,8 @@ ptx_scalar(const __grid_constant__ ScalarParams p) {
   p.cvt_rz_f32_f64[i] = ptx::cvt_rz_f32_f64(wide);
   p.mov_b32[i] = ptx::mov_b32(x);
   p.mov_f32[i] = ptx::mov_f32(p.bits[i]);
+  p.mov_b64[i] = ptx::mov_b64(wide);
+  p.mov_f64[i] = ptx::mov_f64(p.wide_bits[i]);
   for (int mask = 0; mask < 32; ++mask) {
     p.shfl_bfly_f32[mask * p.n + i] = ptx::shfl_bfly(x, mask);
     p.shfl_bfly_f64[mask * p.n + i] = ptx::shfl_bfly(wide, mask);

@@ -13,5 +13,7 @@ DEVICE f32 cvt_rz_f32_f64(f64 x) {
 }
 DEVICE u32 mov_b32(f32 x) { return emu::bits<u32>(x); }
 DEVICE f32 mov_f32(u32 x) { return emu::bits<f32>(x); }
+DEVICE u64 mov_b64(f64 x) { return emu::bits<u64>(x); }
+DEVICE f64 mov_f64(u64 x) { return emu::bits<f64>(x); }
 
 }  // namespace ptx
