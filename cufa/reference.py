@@ -108,7 +108,8 @@ def scores(
         slopes = np.asarray(alibi_slopes, np.float64)[..., None, None]  # (heads,) or (batch, heads)
         s = s - slopes * abs(i + seqlen_k - seqlen_q - j)
     if bias is not None:
-        s = s + np.asarray(bias, np.float64)
+        with np.errstate(invalid="ignore"):
+            s = s + np.asarray(bias, np.float64)
 
     diagonal = 0 if causal == "top_left" else seqlen_k - seqlen_q
     left, right = (None if bound == -1 else bound for bound in window or (None, None))

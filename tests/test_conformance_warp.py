@@ -39,7 +39,7 @@ def outputs(expected: dict[str, NDArray[Any]]) -> dict[str, tuple[NDArray[Any], 
 def test_barriers_and_thread_numbers(
     machine: Runner, seed: int, grid: tuple[int, int, int], rounds: int
 ) -> None:
-    """bar_sync, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z, smem_address."""
+    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z, smem_address."""
     blocks = int(np.prod(grid))
     x = np.random.default_rng(seed).standard_normal((blocks, rounds, 128)).astype(np.float32)
     z, y, x_ = np.unravel_index(np.arange(blocks)[:, None], grid[::-1])
@@ -50,7 +50,9 @@ def test_barriers_and_thread_numbers(
         "of_warp": (tid // 32 * 32 + (tid + 1) % 32).astype(np.int32),
         "of_block": (255 - tid).astype(np.int32),
         "handed": np.ascontiguousarray(x[..., ::-1]),
+        "any_above_2": np.repeat((x > 2).any(-1), 256, -1).reshape(blocks, rounds, 256),
     }
+    expected["any_above_2"] = expected["any_above_2"].astype(np.int32)
     numbers = {"grid_x": grid[0], "grid_y": grid[1], "rounds": rounds}
     arrays = inputs(x=x) | outputs(expected)
     machine.check(Launch("ptx_barrier", arrays, numbers, {}, grid, 256, 1024), expected, seed)
@@ -154,63 +156,78 @@ def test_mma(machine: Runner, dtype: Any, kind: str, seed: int, warps: int, step
     machine.check(launch, expected, seed, lambda _: agree)
 
 
-@pytest.mark.parametrize("kind", ["integers", "normal"])
+@pytest.mark.parametrize("kind", ["integers", "normal", "denormals"])
 @on_every_machine
 @a_quarter
 @given(seeds, st.integers(1, 3), st.integers(0, 5))
-def test_mma_of_float64(machine: Runner, kind: str, seed: int, warps: int, steps: int) -> None:
-    """mma_m16n8k8_f64, mma_m8n8k4_f64, ld_shared_v2_f64.
+def test_mma_of_wide_numbers(
+    machine: Runner, kind: str, seed: int, warps: int, steps: int
+) -> None:
+    """mma_m16n8k8_tf32, mma_m16n8k8_f64, mma_m8n8k4_f64; ld_shared_v4_f32, ld_shared_v2_f64.
 
-    The ISA leaves the order of the sum open; each term loses at most one unit in the last place of
-    the sum of magnitudes.
+    The ISA leaves the order of a sum open, and of TF32 the rounding: each term loses at most one
+    unit in the last place of the sum of magnitudes. TF32 has ten bits after the leading one; those
+    below are cut off. That denormal operands are taken for what they are the ISA leaves open, too.
     """
     rng = np.random.default_rng(seed)
+    unit, large = (2.0**-136, 2.0**120) if kind == "denormals" else (1.0, 1.0)
 
-    def values(*shape: int) -> NDArray[np.float64]:
-        exact = rng.integers(-7, 8, shape).astype(np.float64)
-        return rng.standard_normal(shape) if kind == "normal" else exact
+    def values(scale: float, *shape: int) -> NDArray[np.float64]:
+        x = rng.standard_normal(shape) if kind == "normal" else rng.integers(-7, 8, shape)
+        return x * scale
 
     threads = 32 * warps
     # Each lane's numbers: a [row half, k half], b [k half], c [row half, column]
-    a, b, c = values(2, 2, steps, warps, 8, 4), values(2, steps, warps, 8, 4), values(warps, 16, 8)
-    by_row = np.concatenate([np.concatenate(list(half), -1) for half in a], -2)  # 16 x 8
-    by_column = np.concatenate(list(b), -1).swapaxes(-1, -2)  # 8 x 8
+    a, b = values(unit, 2, 2, steps, warps, 8, 4), values(large, 2, steps, warps, 8, 4)
+    c = values(unit * large, warps, 16, 8)
 
     def lanes(x: NDArray[np.float64]) -> NDArray[np.float64]:
         """Lane i has of rows i / 4 and i / 4 + 8 two columns."""
         parts = x.reshape(warps, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4)
         return np.ascontiguousarray(parts).reshape(threads, 4)
 
-    def parts(f: Any) -> dict[str, NDArray[np.float64]]:
-        """Both results, of the numbers or of their magnitudes."""
-        rows = f(c) + (f(by_row) @ f(by_column)).sum(0)
-        halves = [(f(a[0, k]) @ f(b[k]).swapaxes(-1, -2)).sum(0) for k in range(2)]
-        small = f(c) + np.concatenate(halves, -2)
-        return {"m16n8k8": lanes(rows), "m8n8k4": lanes(small)}
+    def product(f: Any, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+        by_row = np.concatenate([np.concatenate(list(half), -1) for half in a], -2)  # 16 x 8
+        by_column = np.concatenate(list(b), -1).swapaxes(-1, -2)  # 8 x 8
+        return (f(by_row) @ f(by_column)).sum(0)
 
-    expected, size = parts(np.asarray), parts(abs)
-    eps = float(np.finfo(np.float64).eps) if kind == "normal" else 0.0
+    def results(f: Any) -> dict[str, NDArray[np.float64]]:
+        """All three, of the numbers or of their magnitudes."""
+        halves = [(f(a[0, k]) @ f(b[k]).swapaxes(-1, -2)).sum(0) for k in range(2)]
+        single = f(c.astype(np.float32).astype(np.float64))
+        return {
+            "f64_m16n8k8": lanes(f(c) + product(f, a, b)),
+            "f64_m8n8k4": lanes(f(c) + np.concatenate(halves, -2)),
+            "tf32_m16n8k8": lanes(single + product(f, cut(a), cut(b))),
+        }
+
+    def cut(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        bits = x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)
+        return bits.view(np.float32).astype(np.float64)
+
+    expected, size = results(np.asarray), results(abs)
+    expected["tf32_m16n8k8"] = expected["tf32_m16n8k8"].astype(np.float32)
 
     def agree(name: str) -> Any:
-        def within(got: NDArray[np.float64], want: NDArray[np.float64]) -> None:
-            assert (abs(got - want) <= 9 * steps * eps * size[name]).all()
+        def within(got: NDArray[Any], want: NDArray[Any]) -> None:
+            eps = float(np.finfo(want.dtype).eps) if kind == "normal" else 0.0
+            assert (abs(got.astype(np.float64) - want) <= 9 * steps * eps * size[name]).all()
 
         return within
 
     # The order of registers: row halves first
-    a_lanes = a.transpose(2, 3, 4, 5, 1, 0).reshape(steps, threads, 4)
-    b_lanes = b.transpose(1, 2, 3, 4, 0).reshape(steps, threads, 2)
+    a_lanes = np.ascontiguousarray(a.transpose(2, 3, 4, 5, 1, 0).reshape(steps, threads, 4))
+    b_lanes = np.ascontiguousarray(b.transpose(1, 2, 3, 4, 0).reshape(steps, threads, 2))
     arrays = inputs(
-        a=np.ascontiguousarray(a_lanes), b=np.ascontiguousarray(b_lanes), c=lanes(c)
+        a=a_lanes,
+        b=b_lanes,
+        c=lanes(c),
+        a_single=a_lanes.astype(np.float32),
+        b_single=b_lanes.astype(np.float32),
     )
     numbers = {"steps": steps, "threads": threads}
-    launch = Launch(
-        "ptx_mma_f64",
-        arrays | outputs(expected),
-        numbers,
-        threads=threads,
-        shared_bytes=48 * threads,
-    )
+    arrays |= outputs(expected)
+    launch = Launch("ptx_mma_wide", arrays, numbers, threads=threads, shared_bytes=48 * threads)
     machine.check(launch, expected, seed, agree)
 
 

@@ -162,12 +162,15 @@ def run_cases(key: KernelKey, mode: str, examples: int) -> None:
     machine = Emulator(key.arch, mode=mode)
 
     @settings(max_examples=examples)
-    @given(case=cases_of(key), schedule=schedules)
-    def check(case: Case, schedule: Schedule) -> None:
-        arrays, options = case.arrays(np), {**case.options(np), "return_lse": key.lse}
-        assume(case.batch and kernel_key(machine, *arrays, **options) == key)
+    @given(case=cases_of(key), schedule=schedules, special=st.sampled_from([0, 0, np.inf, np.nan]))
+    def check(case: Case, schedule: Schedule, special: float) -> None:
+        arrays, options = case.arrays(np), case.options(np)
+        assume(case.batch and kernel_key(machine, *arrays, **options, return_lse=key.lse) == key)
+        if special:  # in a query, where no mask hides it
+            arrays[0][(-1,) * arrays[0].ndim] = special
         machine.schedule = schedule
-        assert_within_rounding(attention(machine, *arrays, **options), case.exact())
+        result = attention(machine, *arrays, **options, return_lse=key.lse)
+        assert_within_rounding(result, exact(*arrays, **options))
         assert machine.counts.bank_conflicts == 0
 
     # The tile of long sequences is tested on short ones.

@@ -64,6 +64,8 @@ _TABLE = (
     _Row("fa2_fwd",      2,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2,  80, _PLAIN,    None, 256, False, ANY, Config( 64,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2,  80, _MODIFIED, None, 256, False, ANY, Config( 64,  32, 128, 1, 1)),
+    _Row("fa2_fwd",      4,  80, _MODIFIED, None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
+    _Row("fa2_fwd",      4,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 128, 1, 2)),
     _Row("fa2_fwd",      8,  80, _MODIFIED, None,  64, False, ANY, Config(128,  64, 256, 1, 1)),
     _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config(128,  32, 256, 1, 1)),
     _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 128, 1, 1)),

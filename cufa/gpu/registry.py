@@ -54,7 +54,7 @@ class KernelSpec:
 KERNELS = (
     #          name            algorithm  dtypes                     head_dim<= arch>= aligned
     KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
-    KernelSpec("fa2_fwd",      "fa2",     ("float64",),                    128,    80, True),
+    KernelSpec("fa2_fwd",      "fa2",     ("float32", "float64"),          128,    80, True),
     KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),
 )
 # fmt: on

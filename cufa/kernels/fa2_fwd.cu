@@ -1,4 +1,4 @@
-// FlashAttention-2 forward on mma.sync tensor cores, float16, bfloat16 and float64; sm_80 and later.
+// FlashAttention-2 forward on mma.sync tensor cores, every dtype; sm_80 and later.
 // Source: Dao, arXiv:2307.08691, Algorithm 1.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   rows 16-byte aligned
@@ -11,22 +11,22 @@
 #include "attn/softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/copy_async.cuh"
-#include "tile/dmma_fragment.cuh"
+#include "tile/matrix_unit.cuh"
 
 using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileK = SwizzledTile<kBlockN, kHeadDim>;
 using TileV = SwizzledTile<kBlockN, kHeadDimV>;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRowTiles = kBlockM / (16 * kWarps);
-using Scores = TensorCores<kDType>::Scores<kRowTiles, kBlockN / 8>;
-using Output = TensorCores<kDType>::Output<kRowTiles, kHeadDimV / 8>;
 
 static_assert(kBlockM == kRowTiles * 16 * kWarps, "every warp owns whole 16-row tiles");
 static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/config.py");
 static_assert(kAligned && kStages == 1);
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-fa2_fwd(const __grid_constant__ Params p) {
+// One tile of queries. False, and nothing stored, where a result is not finite and `kCheck`.
+template <class Unit, bool kCheck> DEVICE bool attend(const Params& p) {
+  using Scores = typename Unit::template Scores<kRowTiles, kBlockN / 8>;
+  using Output = typename Unit::template Output<kRowTiles, kHeadDimV / 8>;
   const Tile tile(p, ptx::ctaid_x());           // which rows, which head, which sequence
   const KeyRange keys = visible_keys(p, tile);  // blocks that no row can see are never loaded
   const u32 smem = ptx::smem_address(ptx::dynamic_smem());
@@ -69,6 +69,20 @@ fa2_fwd(const __grid_constant__ Params p) {
 
   Real lse[Output::kRows];
   softmax.finish(o, p, tile, lse);              // divides by l
+  if constexpr (kCheck)
+    if (ptx::bar_red_or(!is_finite(o))) return false;
   store_output(o, p, tile);
   store_lse(o, lse, p, tile);
+  return true;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+fa2_fwd(const __grid_constant__ Params p) {
+  if constexpr (kDType == kFloat32) {
+    // An infinity is no sum of two TF32 numbers. Whatever it meets becomes NaN, down to the output,
+    // and the tile is done again as float32 has it.
+    if (!attend<TensorCores<true>, true>(p)) attend<CudaCores, false>(p);
+  } else {
+    attend<TensorCores<kDType == kFloat64>, false>(p);
+  }
 }

@@ -33,7 +33,7 @@ ARCHS = {
     "ptx_mma": "sm_80",
     "ptx_cp_async": "sm_80",
     "ptx_stmatrix": "sm_90",
-    "ptx_mma_f64": "sm_90",
+    "ptx_mma_wide": "sm_90",
     "ptx_bulk": "sm_90",
     "ptx_tensor": "sm_90",
     "ptx_warpgroup": "sm_90a",

@@ -1,6 +1,7 @@
 // Results to global memory, straight from registers; rows and columns past the end are left alone.
 #pragma once
 #include "attn/tile.cuh"
+#include "base/math.cuh"
 
 template <class Output> DEVICE void store_output(Output& o, const Params& p, const Tile& tile) {
   constexpr int kRun = Output::kRun;
@@ -24,6 +25,15 @@ template <class Output> DEVICE void store_output(Output& o, const Params& p, con
       }
     }
   }
+}
+
+template <class Output> DEVICE bool is_finite(Output& o) {
+  bool finite = true;
+#pragma unroll
+  for (int r = 0; r < Output::kRows; ++r)
+#pragma unroll
+    for (int c = 0; c < Output::kCols; ++c) finite &= abs_of(o.at(r, c)) < infinity();
+  return finite;
 }
 
 template <class Output, int kRows>

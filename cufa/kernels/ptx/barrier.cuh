@@ -1,4 +1,4 @@
-// bar.sync and bar.arrive over the block or a part of it, bar.warp.sync over the warp (PTX ISA:
+// bar.sync, bar.red and bar.arrive over the block or a part of it, bar.warp.sync over the warp (PTX ISA:
 // parallel synchronization and communication instructions).
 #pragma once
 #include "base/types.cuh"
@@ -6,6 +6,7 @@
 namespace ptx {
 
 DEVICE void bar_sync() { __syncthreads(); }
+DEVICE bool bar_red_or(bool x) { return __syncthreads_or(x); }  // whether x holds in any thread
 DEVICE void bar_warp_sync() { __syncwarp(); }
 
 // Barrier `id` (1 to 15; bar_sync() is 0) completes when `threads` have come, whole warps only,

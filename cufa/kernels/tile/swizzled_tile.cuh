@@ -25,6 +25,12 @@ template <int kRows, int kCols> struct SwizzledTile {
 
   DEVICE u32 slab(int i) const { return base + i * (kRows * 128); }
 
+  // Address of any chunk; there is no half slab.
+  DEVICE u32 address(int row, int chunk) const {
+    static_assert(!kHalfSlab);
+    return swizzled<8>(slab(chunk / 8), row, chunk % 8);
+  }
+
   // Where a lane begins to read: the address of a chunk of the first 128 bytes, or 64.
   struct Origin {
     u32 whole, last;  // in a whole slab, and in the last one if that has 64 bytes a row

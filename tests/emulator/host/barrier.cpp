@@ -1,4 +1,4 @@
-// bar.sync, bar.arrive, bar.warp.sync, and meetings of a warp or a warpgroup.
+// bar.sync, bar.red, bar.arrive, bar.warp.sync, and meetings of a warp or a warpgroup.
 #include <array>
 #include <cstring>
 
@@ -12,10 +12,12 @@ struct Arrival {
   Thread* thread;
   int id, threads;
   bool waits, done;
+  bool any = false;  // bar.red.or: its operand, then the result
 };
 
 struct Barrier {
   int expected = 0, arrived = 0;
+  bool any = false;
   std::vector<Arrival*> waiting;
   Clock clock;
 };
@@ -35,7 +37,7 @@ void release_all(Barrier& b) {
   count("bar.sync");
   for (Arrival* a : b.waiting) {
     acquire(*a->thread, b.clock);
-    a->done = true;
+    a->done = true, a->any = b.any;
     // `meet` wakes the warp that came last.
     if (a->thread->waits && a->thread->id / 32 != self->id / 32) wake(*a->thread);
   }
@@ -64,6 +66,7 @@ void arrive(void* const* lanes) {
            "for %d",
            first.thread->id, mine.thread->id, id, threads, mine.id, mine.threads);
     release_to(b.clock, *mine.thread);
+    b.any |= mine.any;
     if (mine.waits) b.waiting.push_back(&mine);
   }
   if ((b.arrived += 32) >= threads) release_all(b);
@@ -80,6 +83,14 @@ void bar_sync(int id, int threads) {
   Arrival mine{self, id, threads, true, false};
   meet(32, &mine, arrive);
   while (!mine.done) wait();
+}
+
+bool bar_red_or(bool x) {
+  const Doing doing("bar.red.or", __builtin_return_address(0));
+  Arrival mine{self, 0, 0, true, false, x};
+  meet(32, &mine, arrive);
+  while (!mine.done) wait();
+  return mine.any;
 }
 
 void bar_arrive(int id, int threads) {

@@ -18,6 +18,7 @@ uint32_t shared_address(const void* p);  // in the 32-bit window that instructio
 
 // Barriers. `threads` 0: all of the block.
 void bar_sync(int id, int threads);
+bool bar_red_or(bool x);
 void bar_arrive(int id, int threads);
 void bar_warp_sync();
 
@@ -30,6 +31,7 @@ void stmatrix_x4(uint32_t row, const uint32_t (&r)[4], bool trans);
 
 enum class Half { f16, bf16 };
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Half type);
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]);
 void mma_m8n8k4_f64(double (&d)[2], double a, double b);
 

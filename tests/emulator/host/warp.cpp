@@ -40,27 +40,30 @@ struct Mma {
   Half type;
 };
 
-// Of 8 kHalves rows and 4 kSteps places of k.
-template <int kHalves, int kSteps> struct MmaF64 {
-  double* d;
-  const double *a, *b;
+double operand(double x) { return x; }
+float operand(uint32_t tf32) { return bits<float>(tf32 & 0xffffe000); }
+
+// Of 8 kHalves rows and 4 kSteps places of k; of TF32 and float64.
+template <class T, class Accumulator, int kHalves, int kSteps> struct WideMma {
+  Accumulator* d;
+  const T *a, *b;
 
   static void perform(void* const* lanes) {
-    double d[kHalves][8][8];
+    Accumulator d[kHalves][8][8];
     for (int i = 0; i < 32; ++i)
       for (int h = 0; h < kHalves; ++h)
         for (int j = 0; j < 2; ++j)
-          d[h][i / 4][i % 4 * 2 + j] = lane<MmaF64>(lanes, i).d[2 * h + j];
+          d[h][i / 4][i % 4 * 2 + j] = lane<WideMma>(lanes, i).d[2 * h + j];
     for (int k = 0; k < 4 * kSteps; ++k)
       for (int h = 0; h < kHalves; ++h)
         for (int m = 0; m < 8; ++m)
           for (int n = 0; n < 8; ++n)
-            d[h][m][n] += lane<MmaF64>(lanes, 4 * m + k % 4).a[k / 4 * kHalves + h] *
-                          lane<MmaF64>(lanes, 4 * n + k % 4).b[k / 4];
+            d[h][m][n] += operand(lane<WideMma>(lanes, 4 * m + k % 4).a[k / 4 * kHalves + h]) *
+                          operand(lane<WideMma>(lanes, 4 * n + k % 4).b[k / 4]);
     for (int i = 0; i < 32; ++i)
       for (int h = 0; h < kHalves; ++h)
         for (int j = 0; j < 2; ++j)
-          lane<MmaF64>(lanes, i).d[2 * h + j] = d[h][i / 4][i % 4 * 2 + j];
+          lane<WideMma>(lanes, i).d[2 * h + j] = d[h][i / 4][i % 4 * 2 + j];
   }
 };
 
@@ -188,15 +191,21 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   meet(32, &mine, perform_mma);
 }
 
+void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const Doing doing("mma.m16n8k8.tf32", __builtin_return_address(0));
+  WideMma<uint32_t, float, 2, 2> mine{d, a, b};
+  meet(32, &mine, mine.perform);
+}
+
 void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
   const Doing doing("mma.m16n8k8.f64", __builtin_return_address(0));
-  MmaF64<2, 2> mine{d, a, b};
+  WideMma<double, double, 2, 2> mine{d, a, b};
   meet(32, &mine, mine.perform);
 }
 
 void mma_m8n8k4_f64(double (&d)[2], double a, double b) {
   const Doing doing("mma.m8n8k4.f64", __builtin_return_address(0));
-  MmaF64<1, 1> mine{d, &a, &b};
+  WideMma<double, double, 1, 1> mine{d, &a, &b};
   meet(32, &mine, mine.perform);
 }
 

@@ -6,6 +6,7 @@
 //         of_warp [blocks, 256]   the thread number of the next lane of the warp
 //         of_block [blocks, 256]  that of the thread as far from the block's end
 //         handed [blocks, rounds, 128] f32   x of a round backwards, from one half to the other
+//         any_above_2 [blocks, rounds, 256]   whether an x of the round is
 //   grid  any   block 256   smem 1024
 #include "base/types.cuh"
 #include "ptx/barrier.cuh"
@@ -17,6 +18,7 @@ struct BarrierParams {
   const f32* x;
   i32 *who, *of_warp, *of_block;
   f32* handed;
+  i32* any_above_2;
   i32 grid_x, grid_y, rounds;
 };
 
@@ -42,6 +44,12 @@ ptx_barrier(const __grid_constant__ BarrierParams p) {
   ptx::bar_sync();
   p.of_block[thread] = shared[kThreads - 1 - tid];
   ptx::bar_sync();
+
+  for (int round = 0; round < p.rounds; ++round) {
+    const i64 row = i64(block) * p.rounds + round;
+    const bool above = tid < 128 && p.x[128 * row + tid] > 2.f;
+    p.any_above_2[kThreads * row + tid] = ptx::bar_red_or(above);
+  }
 
   f32* slots = reinterpret_cast<f32*>(shared);
   const int at = tid % 128;

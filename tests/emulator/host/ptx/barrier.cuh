@@ -5,6 +5,7 @@ namespace ptx {
 
 DEVICE void bar_sync() { emu::bar_sync(0, 0); }
 DEVICE void bar_sync(int id, int threads) { emu::bar_sync(id, threads); }
+DEVICE bool bar_red_or(bool x) { return emu::bar_red_or(x); }
 DEVICE void bar_arrive(int id, int threads) { emu::bar_arrive(id, threads); }
 DEVICE void bar_warp_sync() { emu::bar_warp_sync(); }
 

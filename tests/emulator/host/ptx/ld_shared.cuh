@@ -3,10 +3,7 @@
 
 namespace ptx {
 
-DEVICE void ld_shared_v2_f64(f64& x, f64& y, u32 address) {
-  f64 both[2];
-  emu::ld_shared(both, address, 16);
-  x = both[0], y = both[1];
-}
+DEVICE void ld_shared_v4_f32(f32 (&x)[4], u32 address) { emu::ld_shared(x, address, 16); }
+DEVICE void ld_shared_v2_f64(f64 (&x)[2], u32 address) { emu::ld_shared(x, address, 16); }
 
 }  // namespace ptx
