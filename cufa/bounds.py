@@ -27,13 +27,17 @@ class Exact(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
+def exact(
+    q: Any, k: Any, v: Any, *, sink: Any = None, algorithm: str = "auto", **options: Any
+) -> Exact:
     """The oracle's answer to one call of `cufa.attention`, with a bound on each element's error.
 
     Parameters
     ----------
     q, k, v : array
         NumPy arrays of one float dtype.
+    algorithm : str, default "auto"
+        Of no account: the answer and the bound are the same for all.
     sink, **options
         Those of `cufa.reference.attention`.
 

@@ -19,7 +19,7 @@ LAYERS = (
     ("options",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "testing"),
-    ("gpu.registry", "gpu.params"),
+    ("gpu.registry", "gpu.params", "gpu.cublas", "standard"),
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
