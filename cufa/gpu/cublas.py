@@ -67,9 +67,11 @@ class CuPy:
                 )
         return c
 
-    def free_bytes(self) -> int:
-        """What the device and the pool have left, within the pool's limit."""
+    def free_bytes(self) -> int | None:
+        """What the device and CuPy's pool have left, within the pool's limit; else unknown."""
         pool = self.xp.get_default_memory_pool()
+        if self.xp.cuda.get_allocator() != pool.malloc:  # RMM's, say, which has a pool of its own
+            return None
         free = int(self.xp.cuda.runtime.memGetInfo()[0] + pool.free_bytes())
         limit = pool.get_limit()
         return min(free, limit - pool.used_bytes()) if limit else free
