@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import cufa
 from cufa import standard
 from cufa.arrays import Arrays, sign
+from cufa.bounds import exact
 from cufa.gpu import cublas
 from cufa.problem import make_problem
 from cufa.testing import Case, Memory, assert_within_rounding, cases, numpy_dtype, to_numpy
@@ -247,14 +248,15 @@ assert_within_rounding(result, exact(q.get(), k.get(), v.get()))
 
 @pytest.mark.gpu
 def test_the_pools_limit_counts(cupy):
-    q = cupy.zeros((4, 1024, 64), "float16")
     pool = cupy.get_default_memory_pool()
-    before = pool.get_limit()
+    before, q = pool.get_limit(), cupy.zeros((16, 2048, 64), "float16")
+    pool.free_all_blocks()
     try:
-        pool.set_limit(size=pool.total_bytes() + (8 << 20))
-        pool.free_all_blocks()
-        with pytest.raises(cufa.OutOfMemoryError, match=r"GPU 0; .*fa2"):
-            cufa.attention(*cupy.zeros((3, 16, 2048, 64), "float16"), algorithm="standard")
+        pool.set_limit(size=pool.total_bytes() + (32 << 20))
+        with pytest.raises(cufa.OutOfMemoryError, match=r"are free on GPU 0; .*fa2"):
+            cufa.attention(q, q, q, algorithm="standard")
+        few = q[:, :100]
+        result = cufa.attention(few, few, few, algorithm="standard", return_lse=True)
     finally:
         pool.set_limit(size=before)
-    assert to_numpy(cufa.attention(q, q, q, algorithm="standard")).shape == q.shape
+    assert_within_rounding(result, exact(*3 * [to_numpy(few)]))
