@@ -100,8 +100,9 @@ def load() -> CuPy:
     try:
         from cupy.cuda import cublas
     except ImportError as error:
+        reason = str(error).partition("\n")[0]  # CuPy lists every folder that it has looked into
         raise BuildError(
-            f'algorithm="standard" multiplies matrices by cuBLAS, and {str(error).strip()}; '
+            f'algorithm="standard" multiplies matrices by cuBLAS, and {reason}; '
             "install nvidia-cublas for CUDA 13 or nvidia-cublas-cu12 for CUDA 12, or use "
             'algorithm="fa2", which does without'
         ) from error
