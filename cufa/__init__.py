@@ -15,6 +15,7 @@ from cufa.errors import (
     CufaError,
     DeviceError,
     DTypeError,
+    OutOfMemoryError,
     ShapeError,
     UnsupportedError,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "CufaError",
     "DTypeError",
     "DeviceError",
+    "OutOfMemoryError",
     "ShapeError",
     "UnsupportedError",
     "attention",

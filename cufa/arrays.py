@@ -85,9 +85,14 @@ def namespace(a: Any) -> ModuleType:
 def narrowed(a: Any, dtype: str) -> Any:
     """`a` in a float dtype; what is finite stays finite, so that a lowest number is no infinity."""
     if a.dtype.itemsize <= np.dtype(dtype).itemsize:
-        return a.astype(dtype)
+        return a.astype(dtype, copy=False)
     xp, limit = namespace(a), float(np.finfo(dtype).max)
     return xp.where(xp.isinf(a), a, xp.clip(a, -limit, limit)).astype(dtype)
+
+
+def distinct(a: Any) -> Any:
+    """`a` with one element along each axis that only repeats it."""
+    return a[tuple(slice(1) if stride == 0 else slice(None) for stride in a.strides)]
 
 
 def check_overlap(arrays: Arrays) -> None:

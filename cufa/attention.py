@@ -33,7 +33,8 @@ def attention(
     """Exact attention, ``softmax(scale * q @ k.T) @ v``, without forming the score matrix.
 
     NumPy arrays run on the CPU, CuPy arrays on the GPU that holds them, in CuPy's current stream;
-    the result is of the same library. Memory beyond the result is O(seqlen).
+    the result is of the same library. Memory beyond the result is O(seqlen), but for
+    ``algorithm="standard"``.
 
     The score of query i and key j is ``s = scale * q[i] @ k[j]``; then
     ``softcap * tanh(s / softcap)``; then ``- slope * |i + seqlen_k - seqlen_q - j|`` and
@@ -76,9 +77,10 @@ def attention(
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
         Whether to return `lse` too, which `merge` takes.
-    algorithm : {"auto", "fa2"}, default "auto"
-        Which kernels may serve the call. Both mean FlashAttention-2 today; "auto" may come to mean
-        more.
+    algorithm : {"auto", "fa2", "standard"}, default "auto"
+        How the result is computed. "fa2": FlashAttention-2. "auto": the same today; it may come to
+        mean more, but never "standard", which is the baseline: all scores at once, in memory
+        O(seqlen_q * seqlen_k), by matrix products (on the GPU of cuBLAS) and array expressions.
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
         an input.
@@ -103,9 +105,12 @@ def attention(
     ArgumentError
         An option outside its choices or range, an `out` that is read-only or overlaps an input.
     BuildError
-        On the GPU: NVRTC is missing, or the driver does not load the kernel.
+        On the GPU: NVRTC is missing, or the driver does not load the kernel; for "standard",
+        cuBLAS is missing.
     DeviceError
         Arrays on different devices, NumPy mixed with CuPy.
+    OutOfMemoryError
+        The scores that "standard" holds do not fit into memory.
     UnsupportedError
         No kernel serves this dtype and head_dim on this GPU.
 
@@ -116,8 +121,8 @@ def attention(
     Keys and values that a mask, window or causal rule hides must be finite, since 0 * NaN is NaN.
     The result is the same, bit for bit, from run to run.
 
-    Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 (the
-    algorithm); Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2
+    Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 ("fa2");
+    Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2
     (softcap); Xiao et al., arXiv:2309.17453 (attention sinks; one learned number for each head, as
     here, is gpt-oss's form).
 

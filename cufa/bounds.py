@@ -27,13 +27,17 @@ class Exact(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
+def exact(
+    q: Any, k: Any, v: Any, *, sink: Any = None, algorithm: str = "auto", **options: Any
+) -> Exact:
     """The oracle's answer to one call of `cufa.attention`, with a bound on each element's error.
 
     Parameters
     ----------
     q, k, v : array
         NumPy arrays of one float dtype.
+    algorithm : str, default "auto"
+        Of no account: the answer and the bound are the same for all.
     sink, **options
         Those of `cufa.reference.attention`.
 
@@ -65,10 +69,7 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
     out4 = reference.four_axes(out, layout)
     lse4 = lse.reshape((1,) * (4 - rank) + lse.shape)[..., None]
     values = abs(reference.per_query_head(reference.four_axes(v, layout), scores.shape[1]))
-    wide = np.finfo("float64" if q.dtype == np.float64 else "float32")
-    eps, tiniest, unit = wide.eps, wide.tiny, 0.0
-    if q.dtype.itemsize == 2:
-        tiniest, unit = max(tiniest, _spacing(q.dtype, 0) / 2), _spacing(q.dtype, 1) / 2
+    eps, tiniest, unit = rounding(q.dtype)
     sums = (math.sqrt(scores.shape[3]) + 8) * eps
 
     with np.errstate(all="ignore"):
@@ -83,7 +84,7 @@ def exact(q: Any, k: Any, v: Any, *, sink: Any = None, **options: Any) -> Exact:
         bound = moved @ values
         bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
-        bound += 2 * _spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
+        bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 
@@ -115,6 +116,15 @@ def _sizes(
     return product, later
 
 
-def _spacing(dtype: np.dtype[Any], value: Any) -> Any:
+def rounding(dtype: np.dtype[Any]) -> tuple[float, float, float]:
+    """The distance of the accumulator's numbers at 1, what may vanish, the roundoff of weights."""
+    wide = np.finfo("float64" if dtype == np.float64 else "float32")
+    if dtype.itemsize > 2:
+        return float(wide.eps), float(wide.tiny), 0.0
+    vanishing = max(float(wide.tiny), float(spacing(dtype, 0)) / 2)
+    return float(wide.eps), vanishing, float(spacing(dtype, 1)) / 2
+
+
+def spacing(dtype: np.dtype[Any], value: Any) -> Any:
     """Distance of the numbers of `dtype` at `value`."""
     return np.spacing(np.asarray(value).astype(dtype)).astype(np.float64)

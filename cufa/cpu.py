@@ -20,7 +20,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cufa.arrays import Arrays, check_overlap, narrowed
+from cufa import standard
+from cufa.arrays import Arrays, check_overlap, distinct, narrowed
 from cufa.errors import ArgumentError
 from cufa.problem import Problem, Signature, make_problem
 
@@ -50,17 +51,19 @@ def run(call: Signature, arrays: Arrays) -> Any:
 
     Raises
     ------
-    ArgumentError, DTypeError, ShapeError
-        Before anything is allocated or written.
+    ArgumentError, DTypeError, OutOfMemoryError, ShapeError
+        Before anything is written.
     """
     problem = make_problem(call)
     out = arrays.out
-    if out is None:
-        out = np.empty(problem.out_shape, arrays.q.dtype)
-    else:
+    if out is not None:
         check_overlap(arrays)
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
+    if problem.algorithm == "standard":
+        return standard.run(standard.NUMPY, problem, arrays, call.layout)
+    if out is None:
+        out = np.empty(problem.out_shape, arrays.q.dtype)
     lse = np.empty(problem.lse_shape, problem.accumulator)
     if out.size:
         _run_tasks(problem, _views(problem, arrays, out, lse, call.layout), _tiling(problem))
@@ -372,11 +375,11 @@ def _modify_scores(problem: Problem, views: _Views, s: Array, task: Task, keys: 
         np.abs(distance, out=distance)
         s -= narrowed(views.alibi_slopes[task[:3]], s.dtype.name) * distance
     if views.bias is not None:
-        s += narrowed(_distinct(views.bias[(*task, keys)]), s.dtype.name)
+        s += narrowed(distinct(views.bias[(*task, keys)]), s.dtype.name)
     if views.mask is not None:
         # Infinity where a key takes part, else -infinity. A masked copy is slower: it branches at
         # every element. fmin and not minimum, since a hidden score may be NaN.
-        limit = _distinct(views.mask[(*task, keys)]).astype(s.dtype)
+        limit = distinct(views.mask[(*task, keys)]).astype(s.dtype)
         limit -= 0.5
         limit *= np.inf
         np.fmin(s, limit, out=s)
@@ -385,11 +388,6 @@ def _modify_scores(problem: Problem, views: _Views, s: Array, task: Task, keys: 
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) > band.right)
     if band.left is not None and keys.start < rows.stop - 1 + band.diagonal - band.left:
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) < -band.left)
-
-
-def _distinct(a: Array) -> Array:
-    """`a` with one element along each axis that only repeats it."""
-    return a[tuple(slice(1) if stride == 0 else slice(None) for stride in a.strides)]
 
 
 def _offsets(rows: slice, keys: slice, diagonal: int) -> Array:

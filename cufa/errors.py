@@ -27,5 +27,9 @@ class UnsupportedError(CufaError, NotImplementedError):
     """The request is meaningful but no kernel here serves it; the message names the limits."""
 
 
+class OutOfMemoryError(CufaError, MemoryError):
+    """What the call must hold does not fit into memory; the message names the bytes."""
+
+
 class BuildError(CufaError, RuntimeError):
     """A kernel could not be compiled or loaded; the message carries the compiler's log."""

@@ -158,6 +158,7 @@ class Case:
     #: Axes of the ALiBi slopes: 1 is (heads,), 2 is (batch, heads).
     alibi: int | None = None
     sink: bool = False
+    algorithm: str = "auto"
     q_memory: Memory = CONTIGUOUS
     k_memory: Memory = CONTIGUOUS
     v_memory: Memory = CONTIGUOUS
@@ -212,13 +213,15 @@ class Case:
         rng = np.random.default_rng([self.seed, 1])
         full = (self.batch, self.heads, self.seqlen_q, self.seqlen_k)
         dtype = numpy_dtype(self.extra_dtype)
-        options = {
+        options: dict[str, Any] = {
             "causal": self.causal,
             "window": self.window,
             "scale": self.scale,
             "softcap": self.softcap,
             "layout": self.layout,
         }
+        if self.algorithm != "auto":
+            options["algorithm"] = self.algorithm
         if self.mask is not None:
             visible = self._visible(rng, tuple(np.where(self.mask, full, 1)))
             options["mask"] = self._broadcast(place(xp, visible, self.extra_memory, poison=True))
@@ -383,6 +386,7 @@ def cases(
         **counts,
         **{name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()},
         dtype=pick("dtype", st.sampled_from(dtypes)),
+        algorithm=pick("algorithm", st.just("auto")),
         layout=pick("layout", st.sampled_from(["bhsd", "bshd"])),
         scores=pick("scores", st.sampled_from(tuple(SCORES))),
         scale=pick("scale", st.sampled_from([None, None, None, 0.0, -0.3, 0.05, 1.0])),

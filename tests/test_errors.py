@@ -253,6 +253,7 @@ def test_dropout_is_refused(xp, dropout_p, error, message):
         (DTypeError, TypeError),
         (UnsupportedError, NotImplementedError),
         (cufa.BuildError, RuntimeError),
+        (cufa.OutOfMemoryError, MemoryError),
     ],
 )
 def test_errors_are_also_what_python_would_raise(error, builtin):

@@ -26,9 +26,10 @@ def qkv(cupy):
     return normal(cupy, 3, 2, 4, 200, 64)
 
 
-def test_a_call_runs_in_the_current_stream(cupy, qkv):
+@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+def test_a_call_runs_in_the_current_stream(cupy, qkv, algorithm):
     q, k, v = qkv
-    want = cufa.attention(q, k, v)
+    want = cufa.attention(q, k, v, algorithm=algorithm)
     stream = cupy.cuda.Stream(non_blocking=True)
     big = cupy.ones((4096, 4096), "float32")
     late = cupy.empty_like(q)
@@ -37,14 +38,15 @@ def test_a_call_runs_in_the_current_stream(cupy, qkv):
         for _ in range(20):
             big = big @ big * 1e-4  # so long that another stream would be too early
         late[...] = q
-        out = cufa.attention(late, k, v)
+        out = cufa.attention(late, k, v, algorithm=algorithm)
         result = out.get()
     np.testing.assert_array_equal(result, want.get())
 
 
-def test_a_call_does_not_wait_for_the_gpu(cupy, qkv):
+@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+def test_a_call_does_not_wait_for_the_gpu(cupy, qkv, algorithm):
     q, k, v = qkv
-    cufa.attention(q, k, v, return_lse=True)
+    cufa.attention(q, k, v, return_lse=True, algorithm=algorithm)
     cupy.cuda.Device().synchronize()
     big = cupy.ones((8192, 8192), "float32")
     big @ big
@@ -53,7 +55,7 @@ def test_a_call_does_not_wait_for_the_gpu(cupy, qkv):
     for _ in range(10):
         big @ big
     done.record()
-    cufa.attention(q, k, v, return_lse=True)
+    cufa.attention(q, k, v, return_lse=True, algorithm=algorithm)
     assert not done.done, "the call came back only after earlier work had finished"
 
 
@@ -144,20 +146,24 @@ def test_more_elements_than_32_bits_count(cupy):
     assert_within_rounding(out, exact(*last, window=window))
 
 
+@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
 @pytest.mark.parametrize(("batch", "heads"), [(65535, 1), (65537, 2), (1, 100_000), (100_000, 1)])
-def test_batch_and_heads_have_no_limit_of_16_bits(cupy, batch, heads):
+def test_batch_and_heads_have_no_limit_of_16_bits(cupy, batch, heads, algorithm):
     q, k, v = normal(cupy, 3, batch, heads, 3, 8)
-    out = cufa.attention(q, k, v, causal=True)
+    out = cufa.attention(q, k, v, causal=True, algorithm=algorithm)
     last = (a[-2:].get() for a in (q, k, v))
     assert_within_rounding(out[-2:], exact(*last, causal=True))
 
 
+@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_results_are_the_same_bits_every_time(cupy, dtype):
+def test_results_are_the_same_bits_every_time(cupy, dtype, algorithm):
     q, k, v = normal(cupy, 3, 4, 8, 300, 72, dtype=dtype)
-    first = cufa.attention(q, k, v, return_lse=True)
+    first = cufa.attention(q, k, v, return_lse=True, algorithm=algorithm)
     for _ in range(50):
-        for again, once in zip(cufa.attention(q, k, v, return_lse=True), first, strict=True):
+        for again, once in zip(
+            cufa.attention(q, k, v, return_lse=True, algorithm=algorithm), first, strict=True
+        ):
             assert (again == once).all()
 
 

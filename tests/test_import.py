@@ -19,11 +19,11 @@ LAYERS = (
     ("options",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "testing"),
-    ("gpu.registry", "gpu.params"),
+    ("gpu.registry", "gpu.params", "gpu.cublas", "standard", "rows"),
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.warmup", "cpu"),
+    ("gpu.cards", "gpu.warmup", "cpu", "numerics"),
     ("attention",),
     ("flash_attn",),
 )

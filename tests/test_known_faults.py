@@ -6,6 +6,7 @@ known_faults.md says what the ids, such as LG2, stand for.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -157,6 +158,14 @@ PROBLEMS = {
                          bias=(False, True, True, True), extra_dtype="float64"),
 }
 # fmt: on
+
+
+@pytest.fixture(autouse=True, scope="module", params=["auto", "standard"])
+def algorithm(request):
+    """What is right here is right for each algorithm."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cufa, "attention", partial(cufa.attention, algorithm=request.param))
+        yield
 
 
 @pytest.mark.parametrize("problem", [pytest.param(p, id=name) for name, p in PROBLEMS.items()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,20 +11,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import cufa
-from cufa import cpu, reference
+from cufa import cpu, reference, testing
 from cufa.bounds import Exact, exact
 from cufa.testing import (
     CONTIGUOUS,
     FLOATS,
     Case,
+    Memory,
     assert_within_rounding,
-    cases,
     memories,
     numpy_dtype,
     place,
     to_numpy,
 )
 
+#: Every law is one of each algorithm; the kernels of "auto" have more to be tried.
+ALGORITHMS = st.sampled_from(["auto", "auto", "auto", "standard"])
+cases = partial(testing.cases, algorithm=ALGORITHMS)
 VARIES = st.tuples(*[st.booleans()] * 4)
 
 
@@ -99,6 +103,19 @@ def head_axis(case: Case) -> int:
         seed=2578,
     )
 )
+# Queries that repeat along the middle of the leading axes: `numpy.matmul` transposes its result.
+@example(
+    case=Case(
+        batch=2,
+        kv_heads=4,
+        group=2,
+        head_dim=8,
+        layout="bshd",
+        algorithm="standard",
+        q_memory=Memory(order=(0, 2, 1, 3), step=(1, 0, 1, 1)),
+        k_memory=Memory(order=(1, 2, 0, 3)),
+    )
+)
 @settings(max_examples=3 * settings().max_examples)
 @given(case=cases())
 def test_attention_is_the_formula(xp, fit, case):
@@ -112,7 +129,11 @@ def test_a_few_queries_may_see_many_keys(xp, fit, case):
     assert_within_rounding(attend(xp, case), case.exact())
 
 
-@given(case=cases(max_elements=1 << 20), scores=st.integers(30, 2000), rows=st.integers(1, 50))
+@given(
+    case=cases(max_elements=1 << 20, algorithm="auto"),
+    scores=st.integers(30, 2000),
+    rows=st.integers(1, 50),
+)
 def test_the_blocks_of_the_cpu_may_have_any_size(case, scores, rows):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_BLOCK_SCORES", scores)
@@ -249,7 +270,13 @@ def test_top_left_is_causal_on_the_leading_square(xp, fit, case):
     n = min(case.seqlen_q, case.seqlen_k)
     q, k, v = case.arrays(xp)
     out, lse = cufa.attention(
-        q[:, :, :n], k[:, :, :n], v[:, :, :n], scale=case.scale, causal=True, return_lse=True
+        q[:, :, :n],
+        k[:, :, :n],
+        v[:, :, :n],
+        scale=case.scale,
+        causal=True,
+        return_lse=True,
+        algorithm=case.algorithm,
     )
     expected = case.exact()
     square = Exact(*(a[:, :, :n] for a in expected[:4]), expected.dtype)
@@ -293,7 +320,9 @@ def test_what_lies_outside_the_views_never_matters(xp, fit, case, poison):
 def test_hidden_keys_may_be_huge(xp, fit, case):
     case = fit(case)
     q, k, v = case.arrays(np)
-    hidden = reference.scores(q, k, **_without_sink(case.options(np))) == -np.inf
+    options = case.options(np)
+    shown = {name: value for name, value in options.items() if name not in ("sink", "algorithm")}
+    hidden = reference.scores(q, k, **shown) == -np.inf
     grouped = case.batch, case.kv_heads, case.group, case.seqlen_k
     hidden = hidden.all(axis=2).reshape(grouped).all(axis=2)
     huge = k.dtype.type(3e4 if case.dtype == "float16" else 1e30)
@@ -301,10 +330,6 @@ def test_hidden_keys_may_be_huge(xp, fit, case):
     q, k, v = (xp.asarray(a) for a in (q, k, v))
     result = cufa.attention(q, k, v, return_lse=True, **case.options(xp))
     assert_within_rounding(result, case.exact())
-
-
-def _without_sink(options):
-    return {name: value for name, value in options.items() if name != "sink"}
 
 
 @given(case=cases(rank=4, layout="bhsd", seqlen_q=st.integers(1, 70)), row=st.integers(0, 69))
@@ -415,6 +440,7 @@ def test_a_call_writes_out_and_nothing_else(xp, fit, case, memory):
 @given(
     case=cases(
         features=["softcap", "bias", "alibi"],
+        algorithm="auto",
         causal=st.booleans(),
         window=st.none() | st.tuples(st.integers(-1, 50), st.integers(-1, 50)),
         rank=4,

@@ -9,8 +9,9 @@ import cupy
 from cupy.cuda import Device as CudaDevice
 from cupy.cuda import runtime
 
-from cufa.arrays import Arrays, narrowed
-from cufa.gpu import build, launch
+from cufa import standard
+from cufa.arrays import Arrays, check_overlap, narrowed
+from cufa.gpu import build, cublas, launch
 from cufa.gpu.device import Device, get_device
 from cufa.gpu.params import Buffers
 from cufa.gpu.plan import KernelKey, Step
@@ -62,5 +63,14 @@ def run(call: Signature, arrays: Arrays) -> Any:
     if runtime.getDevice() != device:
         make_problem(call)  # its errors come before anything else
         with CudaDevice(device):
-            return launch.run(CARDS, call, arrays)
-    return launch.run(CARDS, call, arrays)
+            return _run(call, arrays)
+    return _run(call, arrays)
+
+
+def _run(call: Signature, arrays: Arrays) -> Any:
+    if call.algorithm != "standard":
+        return launch.run(CARDS, call, arrays)
+    problem = make_problem(call)
+    if arrays.out is not None:
+        check_overlap(arrays)
+    return standard.run(cublas.load(), problem, arrays, call.layout)
