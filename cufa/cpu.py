@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cufa.arrays import Arrays, check_overlap, narrowed
+from cufa.arrays import Arrays, check_overlap, host_empty, narrowed
 from cufa.errors import ArgumentError
 from cufa.problem import Problem, Signature, make_problem
 
@@ -56,12 +56,12 @@ def run(call: Signature, arrays: Arrays) -> Any:
     problem = make_problem(call)
     out = arrays.out
     if out is None:
-        out = np.empty(problem.out_shape, arrays.q.dtype)
+        out = host_empty(problem.out_shape, arrays.q.dtype)
     else:
         check_overlap(arrays)
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
-    lse = np.empty(problem.lse_shape, problem.accumulator)
+    lse = host_empty(problem.lse_shape, problem.accumulator)
     if out.size:
         _run_tasks(problem, _views(problem, arrays, out, lse, call.layout), _tiling(problem))
     return (out, lse) if problem.return_lse else out

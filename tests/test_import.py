@@ -23,7 +23,8 @@ LAYERS = (
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.warmup", "cpu"),
+    ("gpu.cards", "gpu.exchange", "gpu.warmup", "cpu"),
+    ("interop",),
     ("attention",),
     ("flash_attn",),
 )
