@@ -75,8 +75,9 @@ def lend(function: Callable[..., Any], arrays: dict[str, Array]) -> Any:
     loans = [(a, own[name]) for name, a in arrays.items() if is_foreign(a) and is_cupy(own[name])]
     if loans:
         _exchange().settle(loans)
-        if (importer := _importer(arrays.get("out"))) is not None:
-            _export(own["out"], importer)  # so that its stream waits for the result
+        if importer := _importer(arrays.get("out")):
+            # Makes its stream wait for the result, in any dtype as wide.
+            importer(own["out"].view(f"i{own['out'].itemsize}"))
 
     give = _importer(next(iter(arrays.values())))
 

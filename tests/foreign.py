@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from cufa.interop import Relay
 from cufa.testing import to_numpy
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes most of a GPU
 UINT, BFLOAT = 1, 4  # DLDataTypeCode
 
 

@@ -120,6 +120,7 @@ class _Keeper:
         self._held.put((ended, arrays))
 
     def _run(self) -> None:
+        _allow_waiting_during_captures()
         while True:
             ended, arrays = self._held.get()
             # If a kernel has failed, whoever waits for its result is told.
@@ -129,6 +130,19 @@ class _Keeper:
 
 
 _keeper = _Keeper()
+
+
+def _allow_waiting_during_captures() -> None:
+    """Else this thread's waits would be errors, and end the capture, while another one captures.
+
+    In mode "global", which PyTorch's graphs have; CuPy's are "relaxed". Without the bindings, which
+    come with the extras cuda12 and cuda13, only the latter can be captured beside JAX.
+    """
+    with contextlib.suppress(ImportError):
+        from cuda.bindings import runtime as cuda_runtime
+
+        relaxed = cuda_runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
+        cuda_runtime.cudaThreadExchangeStreamCaptureMode(relaxed)
 
 
 def _lender_stream(a: Array) -> int | None:
