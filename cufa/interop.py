@@ -66,13 +66,13 @@ def lend(function: Callable[..., Any], arrays: dict[str, Array]) -> Any:
     UnsupportedError
         An array requires grad.
     """
-    for name, a in arrays.items():
-        if is_foreign(a):
-            _refuse(name, a)
-    own = {name: _borrow(name, a) if is_foreign(a) else a for name, a in arrays.items()}
+    foreign = {name: a for name, a in arrays.items() if is_foreign(a)}
+    for name, a in foreign.items():
+        _refuse(name, a)
+    own = arrays | {name: _borrow(name, a) for name, a in foreign.items()}
     result = function(**own)
 
-    loans = [(a, own[name]) for name, a in arrays.items() if is_foreign(a) and is_cupy(own[name])]
+    loans = [(a, own[name]) for name, a in foreign.items() if is_cupy(own[name])]
     if loans:
         _exchange().settle(loans)
         if importer := _importer(arrays.get("out")):

@@ -270,12 +270,14 @@ def test_a_tracer_is_refused_with_the_way_out(jax, transform):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_torch_gives_and_gets(torch, dtype):
-    q, k, v = (torch.from_numpy(normal(np)).to(getattr(torch, dtype)) for _ in range(3))
-    arrays = [a.float().numpy().astype(dtype) for a in (q, k, v)]
+    q, k, v = (
+        torch.from_numpy(normal(np, dtype="float64")).to(getattr(torch, dtype)) for _ in range(3)
+    )
+    arrays = [a.double().numpy().astype(dtype) for a in (q, k, v)]
     out = torch.full_like(q, torch.nan)
     assert cufa.attention(q, k, v, out=out) is out
     assert torch.equal(cufa.attention(q, k, v), out)
-    assert_same_bits(out.float().numpy().astype(dtype), cufa.attention(*arrays))
+    assert_same_bits(out.double().numpy().astype(dtype), cufa.attention(*arrays))
 
 
 def test_a_tensor_that_requires_grad_is_refused(torch):
@@ -284,7 +286,25 @@ def test_a_tensor_that_requires_grad_is_refused(torch):
         cufa.attention(q, q, q)
 
 
-# ------------------------------------------------------------------------------ cuda.core
+# ------------------------------------------------------------------------------ others
+
+
+def test_values_of_onnx_runtime_give_such_values(monkeypatch):
+    OrtValue = pytest.importorskip("onnxruntime", "1.27").OrtValue
+    q = normal(np)
+    value = OrtValue.ortvalue_from_numpy(q)
+    seen, run = [], cpu.run
+
+    def spy(call, arrays):
+        seen.append((arrays, run(call, arrays)))
+        return seen[0][1]
+
+    monkeypatch.setattr(cpu, "run", spy)
+    out = cufa.attention(value, value, value)
+    [(arrays, computed)] = seen
+    assert isinstance(out, OrtValue)
+    assert pointer(arrays.q) == pointer(q)
+    assert out.data_ptr() == pointer(computed)
 
 
 def test_a_strided_view_of_cuda_core_is_an_array():
