@@ -12,7 +12,7 @@ from hypothesis import given
 
 import cufa
 from cufa import ArgumentError, DeviceError, DTypeError, UnsupportedError, cpu, gpu, interop
-from cufa.testing import FLOATS, cases
+from cufa.testing import FLOATS, cases, numpy_dtype
 
 SHAPE = (2, 4, 70, 64)
 
@@ -36,7 +36,7 @@ def torch():
 
 
 def normal(xp, shape=SHAPE, dtype="float32"):
-    return xp.asarray(np.random.default_rng().standard_normal(shape), dtype)
+    return xp.asarray(np.random.default_rng().standard_normal(shape), numpy_dtype(dtype))
 
 
 def lent(a):
@@ -270,14 +270,13 @@ def test_a_tracer_is_refused_with_the_way_out(jax, transform):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_torch_gives_and_gets(torch, dtype):
-    q, k, v = (
-        torch.from_numpy(normal(np, dtype="float64")).to(getattr(torch, dtype)) for _ in range(3)
-    )
-    arrays = [a.double().numpy().astype(dtype) for a in (q, k, v)]
+    wide = [torch.from_numpy(normal(np, dtype="float64")) for _ in range(3)]
+    q, k, v = (a.to(getattr(torch, dtype)) for a in wide)
+    arrays = [a.double().numpy().astype(numpy_dtype(dtype)) for a in (q, k, v)]
     out = torch.full_like(q, torch.nan)
     assert cufa.attention(q, k, v, out=out) is out
     assert torch.equal(cufa.attention(q, k, v), out)
-    assert_same_bits(out.double().numpy().astype(dtype), cufa.attention(*arrays))
+    assert_same_bits(out.double().numpy().astype(numpy_dtype(dtype)), cufa.attention(*arrays))
 
 
 def test_a_tensor_that_requires_grad_is_refused(torch):

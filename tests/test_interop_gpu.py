@@ -16,7 +16,7 @@ from foreign import InterfaceOnly, Lender, assert_same_bits, make_library, point
 
 import cufa
 from cufa import ArgumentError, interop
-from cufa.testing import FLOATS
+from cufa.testing import FLOATS, numpy_dtype
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +62,7 @@ def want(cupy, qkv):
 
 
 def normal(cupy, *shape, dtype="float16"):
-    a = cupy.asarray(np.random.default_rng().standard_normal(shape), dtype)
+    a = cupy.asarray(np.random.default_rng().standard_normal(shape), numpy_dtype(dtype))
     cupy.cuda.Device().synchronize()
     return a
 
