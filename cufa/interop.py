@@ -104,12 +104,12 @@ def _refuse(name: str, a: Array) -> None:
         raise UnsupportedError(
             f"{name} requires grad, and no gradient would flow through cufa; pass {name}.detach()"
         )
-    for library in _IMMUTABLE & {library for library, _ in bases}:
-        if name == "out":
-            raise ArgumentError(
-                f"out is an array of {library}, which cannot be written; leave out= away and take "
-                "what is returned"
-            )
+    immutable = _IMMUTABLE & {library for library, _ in bases}
+    if name == "out" and immutable:
+        raise ArgumentError(
+            f"out is an array of {min(immutable)}, which cannot be written; leave out= away and "
+            "take what is returned"
+        )
 
 
 def _borrow(name: str, a: Array) -> Array:
@@ -181,7 +181,7 @@ def _export(a: Array, give: Importer) -> Array:
     is_bfloat16 = a.dtype.name == "bfloat16"
     lent = a.view(np.uint16) if is_bfloat16 else a
     if is_cupy(a):
-        lent = _exchange().Lent(lent)
+        lent = _exchange().Lent(lent, give)
     return give(Relay(lent, _UINT, _BFLOAT) if is_bfloat16 else lent)
 
 

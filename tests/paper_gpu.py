@@ -18,14 +18,23 @@ DEFAULT = 1  # cudaStreamLegacy
 
 
 class _Device(nullcontext):
+    """What stands for a `cupy.cuda.Device`."""
+
     id = 0
+
+    def __init__(self, idle: threading.Event) -> None:
+        super().__init__(self)
+        self.synchronize = idle.wait
 
 
 class _Memory(np.ndarray):
     """What stands for a `cupy.ndarray`."""
 
-    device = _Device()
     gpu: PaperGpu
+
+    @property
+    def device(self) -> _Device:
+        return _Device(self.gpu.idle)
 
     @property
     def data(self) -> Any:

@@ -87,6 +87,14 @@ def ones(card):
     return card.array(np.ones((3, 4), "float32"))
 
 
+def assert_comes_to_an_end(reference):
+    """What another thread holds is let go of."""
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert reference() is None
+
+
 @pytest.mark.parametrize(("named", "stream"), [(THEIRS, THEIRS), (None, DEFAULT), (OURS, OURS)])
 def test_by_the_interface_we_wait_before_and_they_after(card, named, stream):
     lend(launch(card), {"q": InterfaceOnly(ones(card), named)})
@@ -118,8 +126,8 @@ def test_an_importer_waits_for_out(card, library):
     assert card.waits == [(THEIRS, OURS), "launch", (OURS, THEIRS)]
 
 
-def test_we_wait_for_the_reader_of_a_result_when_it_comes_back(card, library):
-    out = lend(launch(card), {"q": library.Array(ones(card))})
+def test_we_wait_for_the_reader_of_a_result_when_it_comes_back(card, torch):
+    out = lend(launch(card), {"q": torch.Tensor(ones(card))})
     card.waits.clear()
     gc.collect()
     assert card.waits == []
@@ -127,6 +135,21 @@ def test_we_wait_for_the_reader_of_a_result_when_it_comes_back(card, library):
         del out
         gc.collect()
     assert card.waits == [(THEIRS, OURS)]
+
+
+def test_a_result_is_held_if_its_reader_may_use_any_stream(card, library):
+    results = []
+
+    def double(q):
+        results.append(weakref.ref(result := q * 2))
+        return result
+
+    out = lend(double, {"q": library.Array(ones(card))})
+    del out
+    gc.collect()
+    assert results[0]() is not None
+    card.idle.set()
+    assert_comes_to_an_end(results[0])
 
 
 def test_in_one_stream_nobody_waits(card, library, torch):
@@ -158,7 +181,4 @@ def test_what_may_not_wait_is_held_until_the_kernel_has_ended(card):
     gc.collect()
     assert gone() is not None
     card.idle.set()
-    deadline = time.monotonic() + 10
-    while gone() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert gone() is None
+    assert_comes_to_an_end(gone)

@@ -10,7 +10,8 @@ libraries from reading what is not yet written, and from writing what is still b
    it writes to an input or gives its memory to another array. If it cannot be known, as with JAX,
    the input is kept until the kernel has ended.
 4. The importer drops the result (`Lent`): CuPy's stream waits for the importer's before CuPy gives
-   the memory to another array.
+   the memory to another array. If the importer need not have read it in the stream that it named,
+   as JAX has not, the memory is kept until the device has ended all work given to it so far.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -69,14 +71,19 @@ def settle(loans: list[tuple[Array, Array]]) -> None:
         if kept:
             ended = Event(block=True, disable_timing=True)
             ended.record()
-            _keeper.keep(ended, kept)
+            _keeper.keep(ended.synchronize, kept)
 
 
 class Lent:
-    """The DLPack of a CuPy array whose memory returns to CuPy only after its reader's last work."""
+    """The DLPack of a CuPy array whose memory returns to CuPy only after its reader's last work.
 
-    def __init__(self, a: Array) -> None:
+    `importer` is the `from_dlpack` that takes it.
+    """
+
+    def __init__(self, a: Array, importer: Any) -> None:
         self._a = a
+        torch = sys.modules.get("torch")
+        self._reads_in_named_stream = torch is not None and importer is torch.from_dlpack
 
     def __dlpack_device__(self) -> Any:
         return self._a.__dlpack_device__()
@@ -84,49 +91,53 @@ class Lent:
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
         a = self._a
         with a.device:
-            home, reader = _current_stream(), _LEGACY if stream is None else stream
-            if reader not in (-1, home):
-                memory = UnownedMemory(a.data.ptr, a.nbytes, _Lease(a, home, reader), a.device.id)
+            home, named = _current_stream(), _LEGACY if stream is None else stream
+            if named not in (-1, home):
+                lease = _Lease(a, home, named if self._reads_in_named_stream else None)
+                memory = UnownedMemory(a.data.ptr, a.nbytes, lease, a.device.id)
                 a = cupy.ndarray(a.shape, a.dtype, MemoryPointer(memory, 0), a.strides)
             return a.__dlpack__(stream=stream, **options)
 
 
 class _Lease:
-    """Owns an array until its reader, which works in another stream, has let go of it."""
+    """Owns an array until its reader has let go of it; None for a reader in unknown streams."""
 
-    def __init__(self, a: Array, home: int, reader: int) -> None:
+    def __init__(self, a: Array, home: int, reader: int | None) -> None:
         self._a, self._home, self._reader = a, home, reader
 
     def __del__(self) -> None:
-        # An error has nowhere to go from here: the stream or all of CUDA may be gone already.
-        with contextlib.suppress(runtime.CUDARuntimeError), self._a.device:
-            if not runtime.streamIsCapturing(self._home):
+        # An error has nowhere to go from here, and comes only when Python or CUDA is shut down.
+        with contextlib.suppress(RuntimeError), self._a.device as device:
+            if self._reader is None:
+                _keeper.keep(device.synchronize, [self._a])
+            elif not runtime.streamIsCapturing(self._home):
                 _order(self._reader, self._home)
 
 
 class _Keeper:
-    """Holds arrays until an event has come, in a thread that does nothing else."""
+    """Holds arrays until some work has ended, in a thread that does nothing else."""
 
     def __init__(self) -> None:
-        self._held: SimpleQueue[tuple[Event, list[Array]]] = SimpleQueue()
-        self._start = threading.Lock()
+        self._held: SimpleQueue[tuple[Callable[[], None], list[Array]]] = SimpleQueue()
+        self._start = threading.RLock()  # a lease may end, and come here, at any allocation
         self._thread: threading.Thread | None = None
 
-    def keep(self, ended: Event, arrays: list[Array]) -> None:
+    def keep(self, wait: Callable[[], None], arrays: list[Array]) -> None:
+        """Hold `arrays` until `wait` has returned."""
         with self._start:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cufa-keeper", daemon=True)
                 self._thread.start()
-        self._held.put((ended, arrays))
+        self._held.put((wait, arrays))
 
     def _run(self) -> None:
         _allow_waiting_during_captures()
         while True:
-            ended, arrays = self._held.get()
+            wait, arrays = self._held.get()
             # If a kernel has failed, whoever waits for its result is told.
             with contextlib.suppress(runtime.CUDARuntimeError):
-                ended.synchronize()
-            del ended, arrays  # now, not when the next pair has come
+                wait()
+            del wait, arrays  # now, not when the next pair has come
 
 
 _keeper = _Keeper()
