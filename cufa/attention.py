@@ -139,7 +139,7 @@ def attention(
         call = sign(arrays, causal, window, softcap, scale, layout, return_lse, algorithm)
     except ForeignArray:
         call = None
-    if call is None:
+    if call is None:  # out of the except clause, of which errors in here are no consequence
         from cufa import interop
 
         on_own = partial(

@@ -1,4 +1,4 @@
-"""Attention by cufa between Numba kernels: on device arrays if Numba sees a GPU, else on NumPy's.
+"""Attention by cufa after a Numba kernel: on device arrays if Numba can use a GPU, else on NumPy's.
 
     pip install -e . numba
     python examples/numba_pipeline.py
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ def plain_attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def main() -> int:
-    on_gpu = cuda.is_available()
+    on_gpu = all(map(find_spec, ("numba_cuda", "cupy"))) and cuda.is_available()
     place, empty_like = (cuda.to_device, cuda.device_array_like) if on_gpu else (np.array,) * 2
     rotate = make_rotate(on_gpu)
     x = np.random.default_rng(0).standard_normal((3, HEADS, SEQLEN, HEAD_DIM), np.float32)
