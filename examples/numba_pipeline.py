@@ -82,9 +82,8 @@ def main() -> int:
     q, k = empty_like(x_q), empty_like(x_k)
     rotate(x_q, q)
     rotate(x_k, k)
-    out = cufa.attention(
-        q, k, v, causal=True
-    )  # in the order of Numba's kernels: nothing to wait for
+    # Runs after Numba's kernels, without waiting for them here.
+    out = cufa.attention(q, k, v, causal=True)
 
     q, k, v = (a.copy_to_host() if on_gpu else a for a in (q, k, v))
     print(f"q is a {type(x_q).__name__}, the result a {type(out).__name__}")
