@@ -23,7 +23,8 @@ LAYERS = (
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.warmup", "cpu", "numerics"),
+    ("gpu.cards", "gpu.exchange", "gpu.warmup", "cpu", "numerics"),
+    ("interop",),
     ("attention",),
     ("flash_attn",),
 )

@@ -1,1 +1,1 @@
-"""The GPU backend. Importing this package, or any module of it but `cards`, needs no CuPy."""
+"""The GPU backend. Importing it, or its modules but `cards` and `exchange`, needs no CuPy."""
