@@ -39,7 +39,8 @@ def outputs(expected: dict[str, NDArray[Any]]) -> dict[str, tuple[NDArray[Any], 
 def test_barriers_and_thread_numbers(
     machine: Runner, seed: int, grid: tuple[int, int, int], rounds: int
 ) -> None:
-    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z, smem_address."""
+    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z;
+    smem_address."""
     blocks = int(np.prod(grid))
     x = np.random.default_rng(seed).standard_normal((blocks, rounds, 128)).astype(np.float32)
     z, y, x_ = np.unravel_index(np.arange(blocks)[:, None], grid[::-1])
@@ -160,9 +161,7 @@ def test_mma(machine: Runner, dtype: Any, kind: str, seed: int, warps: int, step
 @on_every_machine
 @a_quarter
 @given(seeds, st.integers(1, 3), st.integers(0, 5))
-def test_mma_of_wide_numbers(
-    machine: Runner, kind: str, seed: int, warps: int, steps: int
-) -> None:
+def test_mma_of_wide_numbers(machine: Runner, kind: str, seed: int, warps: int, steps: int) -> None:
     """mma_m16n8k8_tf32, mma_m16n8k8_f64, mma_m8n8k4_f64; ld_shared_v4_f32, ld_shared_v2_f64.
 
     The ISA leaves the order of a sum open, and of TF32 the rounding: each term loses at most one
