@@ -166,7 +166,7 @@ def included(folder: Path, name: str) -> set[str]:
 def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     key = next(units(90))
     first = build._cache_key(key)
-    monkeypatch.setattr(build, "_compiler_version", lambda: "another")
+    monkeypatch.setattr(build, "compiler_version", lambda: "another")
     assert build._cache_key(key) != first
 
 

@@ -192,3 +192,9 @@ def find_config(
         f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} on "
         f"{device.name}, which gives a block {device.shared_memory} bytes of shared memory"
     )
+
+
+def tuned_arch(kernel: str, device: Device) -> int | None:
+    """The architecture whose measurements chose a kernel's tiles on this card; None: nobody's."""
+    own = any(row.kernel == kernel and row.arch == device.arch for row in _TABLE)
+    return device.arch if own else None
