@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
-from test_tools_cli import run
+from commands import run
 
 import cufa
 from cufa.gpu import cache, survey
@@ -28,7 +29,7 @@ def test_json_is_one_object_of_all_that_is_shown(capsys):
     assert {test["passed"] for test in facts["self_test"]} == {True}
 
 
-@pytest.mark.parametrize("arch", [70, 80, 90, 120])
+@pytest.mark.parametrize("arch", [70, 75, 80, 89, 90, 120])
 def test_the_kernels_shown_are_those_that_are_used(arch):
     for row in info.gather(arch)["kernels"]:
         used = cufa.get_best_config(
@@ -88,6 +89,16 @@ def test_a_wrong_result_fails(monkeypatch, capsys):
     monkeypatch.setattr(cufa, "attention", wrong)
     assert cli.main(["info"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_nan_in_the_self_test_fails_and_json_stays_json(monkeypatch, capsys):
+    def empty(q, k, v, **options):
+        return q * np.nan, q[..., 0]
+
+    monkeypatch.setattr(cufa, "attention", empty)
+    assert cli.main(["info", "--json"]) == 1
+    text = capsys.readouterr().out
+    assert "NaN or infinity" in json.loads(text)["self_test"][0]["error"]
 
 
 def test_an_error_in_the_self_test_is_shown_and_fails(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -9,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_tools_cli import run
+from rich.console import Console
 
 import cufa
 from cufa import ArgumentError
 from cufa.arrays import Arrays, are_aligned, sign
-from cufa.bounds import worst_error
+from cufa.bounds import Error, worst_error
 from cufa.gpu import launch
 from cufa.gpu.device import Device
 from cufa.testing import FEATURES, Case, assert_within_rounding, cases
@@ -24,6 +26,7 @@ from cufa.tools import cli
 from cufa.tools.backends import Backend, find_backends
 from cufa.tools.script import make_script
 from cufa.tools.search import Wish, search
+from cufa.tools.verify import Tally
 
 CPU = Backend(np, None)
 #: NumPy arrays in the place of a card's: which kernel serves them is asked as for the card's.
@@ -42,10 +45,13 @@ cufa.attention = wrong
 
 
 class Seen(list):
-    """What a search observed."""
+    """What a search observed of the calls that were right."""
 
-    def __call__(self, kernel, dtype, error):
+    def right(self, kernel, dtype, error):
         self.append((kernel, dtype, error))
+
+    def wrong(self):
+        pass
 
 
 def find(attention=cufa.attention, backends=(CPU,), **wish):
@@ -223,6 +229,51 @@ class Recorder:
 
     def launch(self, kernel, step, buffers):
         self.launched.append(kernel)
+
+
+def rendered(tally):
+    """What a terminal shows of it."""
+    console = Console(file=io.StringIO(), width=100)
+    console.print(tally)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ({"max_examples": 10}, "of 10 problems, seed 3"),
+        ({"seconds": 5}, "of 5 s, seed 3"),
+        ({"max_examples": 10, "seconds": 5}, "of 10 problems or 5 s, seed 3"),
+    ],
+)
+def test_what_is_shown_meanwhile_is_the_worst_error_so_far(limits, shown):
+    tally = Tally(Wish(seed=3, **limits))
+    for fraction in (0.125, 0.5, 0.25):
+        tally.right("cpu", "float16", Error(absolute=1e-3, fraction=fraction))
+    text = rendered(tally)
+    assert "3 calls" in text
+    assert shown in text
+    assert ["cpu", "float16", "3", "0.500"] in [line.split() for line in text.splitlines()]
+
+
+def test_shrinking_is_shown():
+    tally = Tally(Wish(seed=3, max_examples=10))
+
+    def broken(*arrays, **options):
+        raise cufa.UnsupportedError("no kernel")
+
+    search(broken, [CPU], Wish(seed=3, max_examples=10), tally)
+    assert "WRONG" in rendered(tally)
+
+
+def test_the_table_at_the_end_has_the_quantiles_of_the_errors(capsys):
+    tally = Tally(Wish(seed=3))
+    for n in range(101):
+        tally.right("cpu", "float16", Error(absolute=n, fraction=n / 100))
+    tally.show()
+    want = ["cpu", "float16", "101", "0.500", "0.900", "0.990", "1.000"]
+    want += ["5.0e+01", "9.0e+01", "9.9e+01", "1.0e+02"]
+    assert want in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 @given(case=cases(batch=1, seqlen_q=st.integers(1, 200)))

@@ -77,7 +77,7 @@ def find_cards() -> list[Card]:
 
 
 def find_parts() -> list[Part]:
-    """What running kernels needs, beside a card; the last four are what compiling them needs."""
+    """What running kernels needs, beside a card."""
     driver = driver_version()
     return [
         Part("driver", None if driver is None else f"for CUDA {cuda_version(driver)}"),

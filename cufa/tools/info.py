@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import math
 import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ import numpy as np
 
 import cufa
 from cufa.bounds import exact, worst_error
+from cufa.errors import UnsupportedError
 from cufa.gpu import cache, survey
 from cufa.gpu.config import get_best_config, tuned_arch
 from cufa.gpu.device import OLDEST_ARCH, Device
@@ -117,20 +119,21 @@ def _way_out(part: str, driver: int | None) -> str:
 
 def _kernels(arch: int) -> list[_Facts]:
     """For each dtype and head dim the first kernel that serves it, and its tile."""
-    rows: list[_Facts] = []
     device = Device.of_arch(arch)
-    for dtype in FLOAT_DTYPES:
-        for head_dim in HEAD_DIMS:
-            able = [spec for spec in KERNELS if spec.limit(dtype, head_dim, device) is None]
-            row: _Facts = {"arch": arch, "dtype": dtype, "head_dim": head_dim, "kernel": None}
-            if able:
-                name = able[0].name
-                config = get_best_config(
-                    SEQLEN, head_dim=head_dim, dtype=dtype, kernel=name, arch=arch
-                )
-                row |= {"kernel": name, "tiles_of": tuned_arch(name, device), **config._asdict()}
-            rows.append(row)
-    return rows
+    return [
+        {"arch": arch, "dtype": dtype, "head_dim": head_dim, **_kernel(dtype, head_dim, device)}
+        for dtype in FLOAT_DTYPES
+        for head_dim in HEAD_DIMS
+    ]
+
+
+def _kernel(dtype: str, head_dim: int, device: Device) -> _Facts:
+    try:
+        config = get_best_config(SEQLEN, head_dim=head_dim, dtype=dtype, arch=device.arch)
+    except UnsupportedError:
+        return {"kernel": None}
+    name = next(spec.name for spec in KERNELS if spec.limit(dtype, head_dim, device) is None)
+    return {"kernel": name, "tiles_of": tuned_arch(name, device), **config._asdict()}
 
 
 def _cache() -> _Facts:
@@ -163,16 +166,19 @@ def _hold(place: str, backend: Backend, dtype: str, current: AbstractContextMana
     q = rng.standard_normal((1, 4, 70, 64)).astype(dtype)
     k, v = rng.standard_normal((2, 1, 2, 90, 64)).astype(dtype)
     test: _Facts = {"place": place, "dtype": dtype, "passed": False}
+    expected = exact(q, k, v, causal=True)
     try:
         test["kernel"] = backend.kernel(q, k, v, causal=True)
         with current:
             on_device = [backend.xp.asarray(a) for a in (q, k, v)]
             start = time.perf_counter()
             result = cufa.attention(*on_device, causal=True, return_lse=True)
-            fraction = worst_error(result, exact(q, k, v, causal=True)).fraction
+            fraction = worst_error(result, expected).fraction
             test["milliseconds"] = 1e3 * (time.perf_counter() - start)
     except Exception as error:  # whatever a driver or a library raises is what was to be found
         return {**test, "error": f"{type(error).__name__}: {error}"}
+    if not math.isfinite(fraction):  # JSON has no such number
+        return {**test, "error": "NaN or infinity in the place of a number"}
     return {**test, "error_of_bound": fraction, "passed": fraction <= 1}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import hypothesis
 import numpy as np
@@ -21,8 +21,6 @@ from cufa.testing import FLOATS, Case, assert_within_rounding, cases
 from cufa.tools.backends import Backend
 
 Attention = Callable[..., tuple[Any, Any]]
-#: Told the kernel, the dtype and the error of each call that was right, up to the first wrong one.
-Observer = Callable[[str, str, Error], None]
 #: Of a search that only time limits.
 UNLIMITED = 1 << 40
 
@@ -36,6 +34,16 @@ class Failure(NamedTuple):
     error: Exception
     #: Why the problem may be larger than it need be, or may pass when tried again; None: it cannot.
     doubt: str | None = None
+
+
+class Observer(Protocol):
+    """Is told how a search goes."""
+
+    def right(self, kernel: str, dtype: str, error: Error) -> None:
+        """A call was right; not told any more after the first that was wrong."""
+
+    def wrong(self) -> None:
+        """A call was wrong, the first or one of those that shrink it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Wish:
 
 
 def search(
-    attention: Attention, backends: Sequence[Backend], wish: Wish, observe: Observer
+    attention: Attention, backends: Sequence[Backend], wish: Wish, observer: Observer
 ) -> Failure | None:
     """Draw problems and hold each to the oracle on every backend, until one fails.
 
@@ -64,7 +72,7 @@ def search(
         `cufa.attention`, or what is to be held in its place.
     backends : sequence of Backend
     wish : Wish
-    observe : callable
+    observer : Observer
 
     Returns
     -------
@@ -76,7 +84,7 @@ def search(
     ArgumentError
         None of the problems drawn is for a kernel wished for.
     """
-    trial = _Trial(attention, backends, wish, observe)
+    trial = _Trial(attention, backends, wish, observer)
 
     @hypothesis.seed(wish.seed)
     @hypothesis.settings(
@@ -119,11 +127,11 @@ class _Trial:
     """Holds one case after another, and remembers the last that failed."""
 
     def __init__(
-        self, attention: Attention, backends: Sequence[Backend], wish: Wish, observe: Observer
+        self, attention: Attention, backends: Sequence[Backend], wish: Wish, observer: Observer
     ) -> None:
         self.failure: Failure | None = None
         self._attention, self._backends, self._wish = attention, backends, wish
-        self._observe = observe
+        self._observer = observer
         self._end = None if wish.seconds is None else time.monotonic() + wish.seconds
         self._bend = not wish.wide and any(backend.device for backend in backends)
 
@@ -140,7 +148,7 @@ class _Trial:
         for backend, kernel in held:
             error = self._hold(case, backend, kernel, expected)
             if self.failure is None:
-                self._observe(kernel, case.dtype, error)
+                self._observer.right(kernel, case.dtype, error)
 
     def _hold(self, case: Case, backend: Backend, kernel: str, expected: Exact) -> Error:
         try:
@@ -149,6 +157,7 @@ class _Trial:
             assert_within_rounding(result, expected)
         except Exception as error:
             self.failure = Failure(case, backend, kernel, error)
+            self._observer.wrong()
             if _breaks_the_device(error):
                 self.doubt("the GPU takes no more work from this process, so it was not made small")
                 raise _Stop from None

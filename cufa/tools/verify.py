@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import secrets
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -75,9 +76,9 @@ def run(options: argparse.Namespace) -> int:
         set_hypothesis_home_dir(folder)  # else it leaves one in the current folder
         if console.is_terminal:
             with Live(tally, console=console, transient=True, refresh_per_second=4):
-                failure = search(cufa.attention, backends, wish, tally.add)
+                failure = search(cufa.attention, backends, wish, tally)
         else:
-            failure = search(cufa.attention, backends, wish, tally.add)
+            failure = search(cufa.attention, backends, wish, tally)
     tally.show()
     if failure is not None:
         _show_failure(failure)
@@ -110,27 +111,46 @@ def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]
 
 
 class Tally:
-    """The errors seen so far; rich shows it while a search runs."""
+    """The errors seen so far; rich shows it while a search runs, from a thread of its own."""
 
     def __init__(self, wish: Wish) -> None:
         self._wish, self._start = wish, time.monotonic()
+        self._lock = threading.Lock()
         self._errors: defaultdict[tuple[str, str], list[Error]] = defaultdict(list)
+        self._wrong = 0
 
-    def add(self, kernel: str, dtype: str, error: Error) -> None:
-        """Count one call."""
-        self._errors[kernel, dtype].append(error)
+    def right(self, kernel: str, dtype: str, error: Error) -> None:
+        """Count a call that was right."""
+        with self._lock:
+            self._errors[kernel, dtype].append(error)
+
+    def wrong(self) -> None:
+        """Count one that was wrong."""
+        with self._lock:
+            self._wrong += 1
 
     def __rich__(self) -> RenderableType:
+        with self._lock:
+            table = Table("kernel", "dtype", "calls", "worst error, of its bound", box=None)
+            for (kernel, dtype), errors in sorted(self._errors.items()):
+                worst = max(error.fraction for error in errors)
+                table.add_row(kernel, dtype, str(len(errors)), f"{worst:.3f}")
+            return Group(self._state(), table)
+
+    def _state(self) -> str:
+        if self._wrong:
+            return f"WRONG; looking for a smaller problem that fails, {self._wrong} found so far"
         seconds = time.monotonic() - self._start
         calls = sum(map(len, self._errors.values()))
-        table = Table("kernel", "dtype", "calls", "worst error, of its bound", box=None)
-        for (kernel, dtype), errors in sorted(self._errors.items()):
-            worst = max(error.fraction for error in errors)
-            table.add_row(kernel, dtype, str(len(errors)), f"{worst:.3f}")
-        limits = [f"{self._wish.max_examples} problems"] * (self._wish.max_examples < UNLIMITED)
-        limits += [f"{self._wish.seconds:.0f} s"] * (self._wish.seconds is not None)
-        head = f"{calls} calls, {calls / max(seconds, 1e-9):.0f}/s, {seconds:.0f} s of"
-        return Group(f"{head} {' or '.join(limits)}, seed {self._wish.seed}", table)
+        limits = []
+        if self._wish.max_examples < UNLIMITED:
+            limits.append(f"{self._wish.max_examples} problems")
+        if self._wish.seconds is not None:
+            limits.append(f"{self._wish.seconds:.0f} s")
+        return (
+            f"{calls} calls, {calls / max(seconds, 1e-9):.0f} a second, {seconds:.0f} s of "
+            f"{' or '.join(limits)}, seed {self._wish.seed}"
+        )
 
     def show(self) -> None:
         """Print the quantiles of the errors, each that of a call's worst element."""
