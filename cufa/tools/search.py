@@ -159,7 +159,9 @@ class _Trial:
             self.failure = Failure(case, backend, kernel, error)
             self._observer.wrong()
             if _breaks_the_device(error):
-                self.doubt("the GPU takes no more work from this process, so it was not made small")
+                self.doubt(
+                    "the driver reports it and may take no more work, so it was not made small"
+                )
                 raise _Stop from None
             raise
         return worst_error(result, expected)
@@ -171,5 +173,5 @@ class _Trial:
 
 
 def _breaks_the_device(error: Exception) -> bool:
-    """Whether the driver reports it; after an illegal address it refuses whatever follows."""
+    """Whether CUDA reports it: after an illegal address, for one, it refuses whatever follows."""
     return type(error).__module__.startswith("cupy_backends.cuda")
