@@ -23,10 +23,15 @@ LAYERS = (
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.exchange", "gpu.warmup", "cpu", "numerics"),
+    ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "cpu", "numerics"),
     ("interop",),
     ("attention",),
     ("flash_attn",),
+    ("tools.console", "tools.backends"),
+    ("tools.script", "tools.search"),
+    ("tools.info", "tools.verify", "tools.warmup"),
+    ("tools.cli",),
+    ("__main__",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
 ORACLE = {"reference", "bounds", "testing"}
@@ -99,7 +104,7 @@ def test_only_the_gpu_folder_imports_gpu_libraries(name):
 def test_importing_cufa_loads_no_gpu_library():
     code = "import sys; before = set(sys.modules); import cufa; print(*set(sys.modules) - before)"
     loaded = run(code).split()
-    heavy = {"cupy", "cuda", "hypothesis", "torch", "jax", "numba"}
+    heavy = {"cupy", "cuda", "hypothesis", "rich", "torch", "jax", "numba"}
     assert "cufa" in loaded
     assert not {name.partition(".")[0] for name in loaded} & heavy
     assert not [name for name in loaded if name.startswith("cufa.gpu.")]

@@ -153,7 +153,8 @@ def _debugging() -> bool:
 
 
 @lru_cache
-def _compiler_version() -> str:
+def compiler_version() -> str:
+    """The NVRTC that compiles here, as the cache's names know it; BuildError if there is none."""
     # The wheels' metadata takes a millisecond; loading the compiler to ask it takes a third of a
     # second.
     found = []
@@ -173,7 +174,7 @@ def _cache_key(key: KernelKey) -> str:
         sorted(key.defines().items()),
         key.arch,
         _debugging(),
-        _compiler_version(),
+        compiler_version(),
     )
     return cache.digest(repr(facts).encode())
 

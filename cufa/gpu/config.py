@@ -205,3 +205,8 @@ def find_config(
         f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} on "
         f"{device.name}, which gives a block {device.shared_memory} bytes of shared memory"
     )
+
+
+def tuned_arch(kernel: str, device: Device) -> int:
+    """The newest architecture, up to a card's, that a kernel's tiles were chosen on."""
+    return max(row.arch for row in _TABLE if row.kernel == kernel and row.arch <= device.arch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ def warmup(
     softcap: bool = False,
     sink: bool = False,
     arch: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Compile kernels into the disk cache, so that the first call of each takes milliseconds.
 
@@ -49,6 +50,8 @@ def warmup(
         Dtype of the bias that calls will pass.
     arch : int, default that of the current device
         Compute capability times 10. Given, no GPU is needed.
+    progress : callable, default None
+        Called with how many kernels are in the cache and how many there will be, first with 0.
 
     Returns
     -------
@@ -86,8 +89,11 @@ def warmup(
         _WINDOWS if window else [None],
     )
     keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
+    report = progress or (lambda ready, total: None)
+    report(0, len(keys))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build.ensure_cached, keys))
+        for ready, _ in enumerate(pool.map(build.ensure_cached, keys), 1):
+            report(ready, len(keys))
     return len(keys)
 
 

@@ -38,8 +38,8 @@ template <int kRows, int kCols> struct SwizzledTile {
   DEVICE Origin origin(int row, int chunk) const {
     return {swizzled<8>(base, row, chunk), swizzled<4>(slab(kWholeSlabs), row, chunk)};
   }
-  // From there, the address `down` rows below and 32 * step bytes to the right; `step` and `down`, a
-  // multiple of 8, are known at compile time. The place of a chunk is a bitwise sum, so that all
+  // From there, the address `down` rows below and 32 * step bytes to the right; `step` and `down`,
+  // a multiple of 8, are known at compile time. The place of a chunk is a bitwise sum, so that all
   // addresses come from one register by one instruction each.
   DEVICE static u32 at(Origin origin, int down, int step) {
     return step < 4 * kWholeSlabs

@@ -51,8 +51,8 @@ template <int kCount> struct Operand<f32, kCount> {
   }
 };
 
-// A tile of accumulators while products are added to it: from begin, where float64 goes on with what
-// is there, to end, where float32 adds to it.
+// A tile of accumulators while products are added to it: from begin, where float64 goes on with
+// what is there, to end, where float32 adds to it.
 template <class T> struct Sum;
 template <> struct Sum<f64> {
   f64 x[4];
@@ -95,7 +95,8 @@ template <> struct Sum<f32> {
   }
 };
 
-// The same for a sum that is short: all products in one accumulator, which takes half the registers.
+// The same for a sum that is short: all products in one accumulator, which takes half the
+// registers.
 template <class T> struct ShortSum : Sum<T> {};
 template <> struct ShortSum<f32> {
   f32 x[4];
@@ -118,9 +119,9 @@ template <> struct ShortSum<f32> {
 DEVICE void load_chunk(f32 (&x)[4], u32 address) { ptx::ld_shared_v4_f32(x, address); }
 DEVICE void load_chunk(f64 (&x)[2], u32 address) { ptx::ld_shared_v2_f64(x, address); }
 
-// Where a lane finds its part of an operand of S = Q K^T, rows of 16 columns at a time: two steps of
-// k. A sum has no order: in the places of k = lane % 4 and 4 further a lane may hold any two columns,
-// if it does so in both operands.
+// Where a lane finds its part of an operand of S = Q K^T, rows of 16 columns at a time: two steps
+// of k. A sum has no order: in the places of k = lane % 4 and 4 further a lane may hold any two
+// columns, if it does so in both operands.
 template <bool kIsA, int kRows, int kDepth> struct RowReader {
   using Tile = SwizzledTile<kRows, kDepth>;
   typename Tile::Origin from;
