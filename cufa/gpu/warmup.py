@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.errors import DeviceError, DTypeError
+from cufa.errors import DeviceError
 from cufa.gpu import build
 from cufa.gpu.config import LENGTHS
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
 from cufa.gpu.plan import make_key
-from cufa.options import CAUSAL, plain_choice, plain_dtype, plain_integer
+from cufa.options import CAUSAL, numpy_dtype, plain_choice, plain_dtype, plain_integer
 from cufa.problem import ArrayFacts, Signature, make_problem
 
 
@@ -135,7 +135,7 @@ def _call(
     heads = 1
 
     def facts(shape: tuple[int, ...], name: str) -> ArrayFacts:
-        a = np.empty(shape, _numpy_dtype(name))
+        a = np.empty(shape, numpy_dtype(name))
         return ArrayFacts(a.shape, a.strides, a.dtype, 0)
 
     q = facts((heads, seqlen, head_dim), dtype)
@@ -157,14 +157,3 @@ def _call(
         algorithm="auto",
         aligned=True,
     )
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    scalar: Any = name
-    if name == "bfloat16":
-        try:
-            from ml_dtypes import bfloat16 as scalar
-        except ImportError as error:
-            raise DTypeError("bfloat16 is a dtype of the package ml_dtypes; install it") from error
-    dtype: np.dtype[Any] = np.dtype(scalar)
-    return dtype
