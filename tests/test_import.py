@@ -23,14 +23,15 @@ LAYERS = (
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.warmup", "cpu"),
+    ("gpu.cards", "gpu.warmup", "gpu.tuning", "cpu"),
     ("attention",),
     ("flash_attn",),
     ("tools.console", "tools.timing", "tools.workloads"),
     ("tools.card", "tools.results"),
     ("tools.peers", "tools.rigs", "tools.picture"),
-    ("tools.layer",),
+    ("tools.layer", "tools.candidates", "tools.race"),
     ("tools.bench",),
+    ("tools.tune",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
 ORACLE = {"reference", "bounds", "testing"}

@@ -12,7 +12,7 @@ import numpy as np
 
 from cufa.errors import DeviceError
 from cufa.gpu import build
-from cufa.gpu.config import LENGTHS
+from cufa.gpu.config import lengths
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
 from cufa.gpu.plan import make_key
 from cufa.options import CAUSAL, numpy_dtype, plain_choice, plain_dtype, plain_integer
@@ -82,7 +82,7 @@ def warmup(
         [plain_dtype("dtype", name) for name in _several(dtype)],
         [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
         [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
-        LENGTHS,
+        lengths(),
         _WINDOWS if window else [None],
     )
     keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}

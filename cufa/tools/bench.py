@@ -26,7 +26,7 @@ from cufa.tools.timing import Contender, Figures, compare, reason
 from cufa.tools.workloads import PRESETS, Workload, copies_beyond, draw, workload
 
 _ALGORITHMS = tuple(a for a in ALGORITHMS if a != "auto")
-_KINDS = {"full": (False,), "causal": (True,), "both": (False, True)}
+KINDS = {"full": (False,), "causal": (True,), "both": (False, True)}
 #: What a problem is made of where there is no preset, by option.
 _SHAPE = {
     "seqlen": [512, 2048, 8192],
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--head-dim", type=positive, nargs="+", metavar="D", help="default 64 128")
     add("--head-dim-v", type=positive, metavar="D", help="default as --head-dim")
     add("--dtype", nargs="+", choices=FLOAT_DTYPES, help="default bfloat16")
-    add("--causal", choices=_KINDS, help="default both")
+    add("--causal", choices=KINDS, help="default both")
     add("--batch", type=positive, metavar="N", help="default: 16384 tokens together")
     add("--heads", type=positive, metavar="N", help="default: heads * head_dim is 2048")
     add("--kv-heads", type=positive, metavar="N", help="default as --heads")
@@ -125,7 +125,7 @@ def workloads(options: argparse.Namespace, rig: Rig) -> list[Workload]:
 
 
 def _combinations(shape: dict[str, Any]) -> list[Workload]:
-    each = product(shape["dtype"], shape["head_dim"], _KINDS[shape["causal"]], shape["seqlen"])
+    each = product(shape["dtype"], shape["head_dim"], KINDS[shape["causal"]], shape["seqlen"])
     names = ("batch", "heads", "kv_heads", "seqlen_q", "head_dim_v")
     fixed = {name: shape[name] for name in names}
     works = [workload(n, d, dtype=dtype, causal=c, **fixed) for dtype, d, c, n in each]

@@ -140,6 +140,11 @@ def noise(xp: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     return repeated.view(dtype).reshape(shape)
 
 
+def to_device(xp: Any, a: np.ndarray[Any, Any]) -> Any:
+    """An array of `xp` with these elements; bfloat16 goes as integers."""
+    return xp.asarray(a.view(f"i{a.dtype.itemsize}")).view(a.dtype)
+
+
 def _paper() -> list[Workload]:
     lengths = (512, 1024, 2048, 4096, 8192, 16384)
     both = (False, True)
