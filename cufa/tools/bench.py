@@ -1,4 +1,4 @@
-"""Times attention beside other implementations, on the same inputs in the same run.
+"""Time attention beside other implementations, on the same inputs in the same run.
 
 Without a preset, every combination of the given lengths, head dims, dtypes and kinds is a problem.
 How it is timed is in `cufa.tools.timing`.
@@ -186,6 +186,7 @@ def measure(
     outcomes |= compare(contenders, rig.clock, rounds, on_burst)
     del inputs, contenders
     rig.release()
+    peers.release()
     return Result(work, outcomes, names)
 
 

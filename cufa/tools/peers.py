@@ -69,6 +69,12 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
+def release() -> None:
+    """Give memory back that torch keeps for its next call, so that others find it."""
+    if torch := sys.modules.get("torch"):
+        torch.cuda.empty_cache()
+
+
 # torch: `inputs` as its tensors
 
 
@@ -260,17 +266,17 @@ _FA4 = ("flash_attn.cute", "flash_attn.cute.interface")
 # fmt: off
 PEERS = (
     #    name               backend  dtypes                open
-    Peer("torch flash",     "cupy",  _HALF,                partial(_sdpa, "FLASH_ATTENTION")),
-    Peer("torch efficient", "cupy",  (*_HALF, "float32"),  partial(_sdpa, "EFFICIENT_ATTENTION")),
-    Peer("torch cudnn",     "cupy",  _HALF,                partial(_sdpa, "CUDNN_ATTENTION")),
-    Peer("torch math",      "cupy",  FLOAT_DTYPES,         partial(_sdpa, "MATH")),
-    Peer("flash-attn 2",    "cupy",  _HALF,                partial(_flash_attn, "flash_attn")),
-    Peer("flash-attn 3",    "cupy",  _HALF,                partial(_flash_attn, *_FA3)),
-    Peer("flash-attn 4",    "cupy",  _HALF,                partial(_flash_attn, *_FA4)),
-    Peer("jax cudnn",       "cupy",  _HALF,                partial(_jax, "cudnn")),
-    Peer("jax xla",         "cupy",  (*_HALF, "float32"),  partial(_jax, "xla")),
+    Peer("torch-flash",     "cupy",  _HALF,                partial(_sdpa, "FLASH_ATTENTION")),
+    Peer("torch-efficient", "cupy",  (*_HALF, "float32"),  partial(_sdpa, "EFFICIENT_ATTENTION")),
+    Peer("torch-cudnn",     "cupy",  _HALF,                partial(_sdpa, "CUDNN_ATTENTION")),
+    Peer("torch-math",      "cupy",  FLOAT_DTYPES,         partial(_sdpa, "MATH")),
+    Peer("flash-attn-2",    "cupy",  _HALF,                partial(_flash_attn, "flash_attn")),
+    Peer("flash-attn-3",    "cupy",  _HALF,                partial(_flash_attn, *_FA3)),
+    Peer("flash-attn-4",    "cupy",  _HALF,                partial(_flash_attn, *_FA4)),
+    Peer("jax-cudnn",       "cupy",  _HALF,                partial(_jax, "cudnn")),
+    Peer("jax-xla",         "cupy",  (*_HALF, "float32"),  partial(_jax, "xla")),
     Peer("plain",           "numpy", FLOAT_DTYPES,         partial(_formula, plain)),
-    Peer("in place",        "numpy", FLOAT_DTYPES,         partial(_formula, in_place)),
+    Peer("in-place",        "numpy", FLOAT_DTYPES,         partial(_formula, in_place)),
 )
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""Finds the fastest tiles for this card and your shapes, and writes them to a tuning file.
+"""Find the fastest tiles for this card and your shapes, and write them to a tuning file.
 
 Use the file by ``CUFA_TUNING=FILE`` or ``cufa.load_tuning(FILE)``.
 """
