@@ -197,9 +197,9 @@ def test_plain_numpy_is_the_same_attention(peer, work):
 def test_extra_memory_is_what_a_call_holds_beyond_its_result():
     def call() -> Any:
         scratch = np.ones(1 << 20, np.uint8)
-        return scratch[: 1 << 10].copy()
+        return scratch[: 1 << 19].copy()
 
-    assert 1 << 20 <= host_extra_bytes(call) < 1 << 21
+    assert 1 << 20 <= host_extra_bytes(call) < 5 << 18
 
 
 def test_a_peer_that_is_not_here_is_named_with_the_reason():
