@@ -362,8 +362,8 @@ def test_a_peer_computes_the_same_attention(cupy, peer, work):
             pytest.skip(f"refuses: {error}")
         out = as_numpy(out[0] if isinstance(out, tuple) else out, work)
     wanted = exact(*map(to_numpy, arrays[:3]), causal=work.causal)
-    # Other people's kernels round as they like: not to within our bound, but to 16 bits.
-    assert abs(out - wanted.out).max() < 0.02
+    # Other people's kernels may round more often than ours; another layout would be far off.
+    assert (abs(out - wanted.out) <= 8 * wanted.out_bound.max()).all()
 
 
 def as_numpy(out: Any, work: Workload) -> Any:

@@ -200,7 +200,12 @@ def _jax(implementation: str) -> Bind:
             )
         )
         calls = [partial(attention, *map(own, arrays[:3])) for arrays in inputs]
-        return Contender(name, calls, finish=jax.block_until_ready)
+        return Contender(
+            name,
+            calls,
+            around=partial(jax.default_matmul_precision, "float32"),  # else it may be TF32
+            finish=jax.block_until_ready,
+        )
 
     return bind
 
