@@ -18,7 +18,7 @@ from cufa.bounds import exact
 from cufa.errors import ArgumentError, DeviceError, UnsupportedError
 from cufa.options import ALGORITHMS, FLOAT_DTYPES
 from cufa.testing import assert_within_rounding, to_numpy
-from cufa.tools import bench, layer, peers, rigs
+from cufa.tools import bench, layer, peers, picture, rigs
 from cufa.tools.peers import PEERS, Peer
 from cufa.tools.results import COLUMNS, Report, Result
 from cufa.tools.timing import (
@@ -282,6 +282,14 @@ def test_files_are_written_as_asked(tmp_path, capsys):
     assert len(json.loads(paths["json"].read_text())["rows"]) == 4
     assert paths["markdown"].read_text().count("| float32") == 4
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_a_panel_for_each_kind_with_a_curve():
+    works = [workload(n, 8, causal=causal) for n, causal in ((16, True), (32, True), (16, False))]
+    results = [Result(work, {}, frozenset()) for work in works]
+    (panel,) = picture.panels_of(results).values()
+    assert panel == results[:2]
+    assert len(picture.panels_of(results[1:])) == 2  # without curves, points
 
 
 @pytest.mark.parametrize(

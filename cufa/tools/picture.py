@@ -8,6 +8,9 @@ from typing import Any
 from cufa.tools.results import QUANTITIES, Report, Result, describe
 from cufa.tools.workloads import Workload
 
+#: Ten colours are told apart, and further contenders by these.
+_MARKERS = "os^v"
+
 
 def draw(report: Report, path: str, quantities: Sequence[str] = ("TFLOP/s",)) -> None:
     """Write a picture; the ending of `path` says of which kind.
@@ -18,9 +21,7 @@ def draw(report: Report, path: str, quantities: Sequence[str] = ("TFLOP/s",)) ->
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels: dict[str, list[Result]] = {}
-    for result in report.results:
-        panels.setdefault(kind(result.work), []).append(result)
+    panels = panels_of(report.results)
     names = list(dict.fromkeys(name for r in report.results for name in r.figures))
     columns = min(4, len(panels)) or 1
     rows_each = -(-len(panels) // columns)
@@ -37,6 +38,19 @@ def draw(report: Report, path: str, quantities: Sequence[str] = ("TFLOP/s",)) ->
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
     figure.suptitle(describe(report), fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def panels_of(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results by kind; kinds of one length are left out if others have more."""
+    panels: dict[str, list[Result]] = {}
+    for result in results:
+        panels.setdefault(kind(result.work), []).append(result)
+    curves = {
+        title: members
+        for title, members in panels.items()
+        if len({result.work.seqlen_k for result in members}) > 1
+    }
+    return curves or panels
 
 
 def kind(work: Workload) -> str:
@@ -72,7 +86,7 @@ def _panel(a: Any, title: str, quantity: str, results: list[Result], names: list
                 label=name,
                 linestyle="-" if ours else "--",
                 linewidth=2.2 if ours else 1.3,
-                marker="o",
+                marker=_MARKERS[number // 10 % len(_MARKERS)],
                 markersize=4,
             )
     if quantity == "TFLOP/s":
