@@ -206,10 +206,23 @@ def test_tiles_are_checked_in_the_kernel_itself():
         return emulated_attention(machine, *arrays, **how)
 
     bench = bench_of(attention=attention)
-    key = key_of(workload(40, 64), CARD, "auto")
+    work = workload(40, 64)
+    key = key_of(work, CARD, "auto")
     for tile in TILES[:2]:
-        assert race.is_right(bench, key, tile, "auto")
+        assert race.is_right(bench, work, key, tile, "auto")
     assert seen == TILES[:2]
+
+
+def test_tiles_are_checked_with_the_head_dims_that_they_are_timed_with(three_tiles):
+    seen = set()
+
+    def attention(q: Any, k: Any, v: Any, **how: Any) -> Any:
+        seen.add((q.dtype.name, q.shape[-1], v.shape[-1]))
+        return cufa.attention(q, k, v, **how)
+
+    shape = ("--head-dim", "60", "--head-dim-v", "44", "--dtype", "float16")
+    tune.search(options(*shape), bench_of(attention=attention), 1.0)
+    assert seen == {("float16", 60, 44)}
 
 
 def test_a_shape_that_does_not_run_at_all_is_an_error(three_tiles):

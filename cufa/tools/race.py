@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from cufa.options import numpy_dtype
 from cufa.problem import make_problem
 from cufa.tools.rigs import Rig
 from cufa.tools.timing import Contender, Figures, compare
-from cufa.tools.workloads import Inputs, Workload, copies_beyond, draw, to_device, workload
+from cufa.tools.workloads import Inputs, Workload, copies_beyond, draw, to_device
 
 _SPILL = re.compile(r"(\d+) bytes spill")
 #: Tiles of a heat, a round each beside the tile in force; and of the final, less that.
@@ -47,6 +47,8 @@ class Bench:
         Makes a kernel ready and returns the compiler's log.
     now : callable
         Seconds.
+    progress : callable
+        Called now and then.
     """
 
     rig: Rig
@@ -54,6 +56,7 @@ class Bench:
     attention: Callable[..., Any]
     compile: Callable[[KernelKey], str]
     now: Callable[[], float] = time.monotonic
+    progress: Callable[[], Any] = lambda: None
 
 
 class Finding(NamedTuple):
@@ -110,6 +113,7 @@ def compiled(
     def attempt(config: Config) -> bool:
         if bench.now() > deadline:
             return False
+        bench.progress()
         try:
             log = bench.compile(key._replace(config=config))
         except BuildError:  # an assertion of the kernel
@@ -121,18 +125,15 @@ def compiled(
     return [config for config, good in zip(configs, fit, strict=True) if good]
 
 
-def is_right(bench: Bench, key: KernelKey, config: Config, algorithm: str) -> bool:
-    """Whether a tile gives what the oracle gives, on a problem that ends within tiles."""
-    work = workload(
-        2 * config.block_n + 19,
-        key.head_dim,
-        dtype=key.dtype,
-        causal=key.right,
+def is_right(bench: Bench, work: Workload, key: KernelKey, config: Config, algorithm: str) -> bool:
+    """Whether a tile gives what the oracle gives, on a small problem that ends within tiles."""
+    work = replace(
+        work,
         batch=1,
         heads=2,
         kv_heads=1,
         seqlen_q=config.block_m + 37,
-        head_dim_v=key.head_dim_v,
+        seqlen_k=2 * config.block_n + 19,
     )
     host = draw(np, work)[0][:3]
     wanted = exact(*host, causal=work.causal)
@@ -165,7 +166,7 @@ def race(
     def timed(tiles: Sequence[Config], rounds: int) -> dict[Config, Figures]:
         named = {str(tile): tile for tile in tiles}
         contenders = [_contender(bench, key, c, work, inputs, algorithm) for c in named.values()]
-        found = compare(contenders, bench.rig.clock, rounds)
+        found = compare(contenders, bench.rig.clock, rounds, bench.progress)
         failure = found[str(key.config)]
         if isinstance(failure, str):
             raise DeviceError(f"{work} cannot be timed with the tile in force: {failure}")

@@ -6,7 +6,8 @@ Use the file by ``CUFA_TUNING=FILE`` or ``cufa.load_tuning(FILE)``.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from math import isqrt
 from pathlib import Path
@@ -66,7 +67,8 @@ def tune(options: argparse.Namespace, bench: Bench) -> int:
         def progress() -> None:
             show(min(options.budget, int(bench.now() - begin)), options.budget)
 
-        findings = search(options, bench, begin + options.budget, progress)
+        bench = replace(bench, progress=progress)
+        findings = search(options, bench, begin + options.budget)
         rows, measured = table(findings, bench.device)
     tuning.write(options.out, bench.device, rows, measured)
     title = f"{bench.device.name}, cufa {cufa.__version__}: written to {options.out}"
@@ -74,33 +76,27 @@ def tune(options: argparse.Namespace, bench: Bench) -> int:
     return 0
 
 
-def search(
-    options: argparse.Namespace,
-    bench: Bench,
-    deadline: float,
-    progress: Callable[[], Any] = lambda: None,
-) -> list[Finding]:
+def search(options: argparse.Namespace, bench: Bench, deadline: float) -> list[Finding]:
     """What won each workload, those of a kernel in order of their lengths."""
     algorithm = _algorithm(options.kernel)
     groups = _groups(options, bench.device, algorithm)
     findings = []
     for number, works in enumerate(groups):
-        key = key_of(works[0], bench.device, algorithm)
         work = works[0]
+        key = key_of(work, bench.device, algorithm)
         tiles = candidates(
             key.kernel, key.dtype, work.head_dim, work.head_dim_v, bench.device, key.config
         )
         ends = _share(bench, deadline, len(groups) - number)
         tiles = compiled(bench, key, tiles, bench.now() + _COMPILING * (ends - bench.now()))
-        tiles = [tile for tile in tiles if is_right(bench, key, tile, algorithm)]
-        progress()
+        tiles = [tile for tile in tiles if is_right(bench, work, key, tile, algorithm)]
+        tiles.append(key.config)  # at other lengths another may be in force
         for left, work in zip(range(len(works), 0, -1), works, strict=True):
             key = key_of(work, bench.device, algorithm)
             others = [tile for tile in tiles if tile != key.config]
             until = _share(bench, ends, left)
             findings.append(race(bench, work, key, others, algorithm, options.rounds, until))
             bench.rig.release()
-            progress()
     return findings
 
 
