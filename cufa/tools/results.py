@@ -122,7 +122,9 @@ def mebibytes(size: int | None) -> str:
 
 
 def significant(value: float) -> str:
-    """A number with three or four digits that mean something."""
+    """A number with the three or four digits that mean something."""
+    if value >= 1000:
+        return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -136,7 +138,7 @@ def _cells(result: Result, outcome: Figures | str) -> Sequence[str]:
         f"{outcome.spread:.1%}",
         significant(result.gbytes(outcome)),
         mebibytes(outcome.extra_bytes),
-        f"{outcome.median_host_us:.1f}",
+        significant(outcome.median_host_us),
         DASH if ratio is None else f"{ratio:.2f}",
     )
 

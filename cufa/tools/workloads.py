@@ -66,7 +66,7 @@ class Workload:
         lengths += f"x{self.seqlen_k}" if self.seqlen_q != self.seqlen_k else ""
         kind = "causal" if self.causal else "full"
         return (
-            f"{self.dtype} d{dims} {lengths} {kind}, {self.batch} x {heads} heads"
+            f"{self.dtype} d{dims} {lengths} {kind}, {self.batch}x{heads} heads"
             f"{', bias' if self.bias else ''}"
         )
 
