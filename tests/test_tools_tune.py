@@ -38,7 +38,7 @@ from cufa.tools.candidates import _RULES, candidates
 from cufa.tools.race import Bench, key_of, row_of
 from cufa.tools.rigs import Rig
 from cufa.tools.timing import Burst, Contender
-from cufa.tools.workloads import workload
+from cufa.tools.workloads import draw, workload
 
 CARD = Device.of_arch(90)
 #: Two lengths of one head dim: quick to compute on the CPU, which stands in for kernels.
@@ -512,6 +512,6 @@ def test_a_card_is_tuned_and_its_file_gives_right_results(cupy, tmp_path, monkey
     chosen = ("--seqlen", "512", "--dtype", "float16", "--budget", "60", "--out", str(out))
     assert tune.run(options(*chosen)) == 0
     cufa.load_tuning(out)
-    q, k, v = cupy.random.standard_normal((3, 1, 2, 600, 64)).astype("float16")
+    ((q, k, v, _),) = draw(cupy, workload(600, 64, dtype="float16", batch=1, heads=2))
     got = cufa.attention(q, k, v, causal=True)
     assert_within_rounding(got, exact(*map(to_numpy, (q, k, v)), causal=True))
