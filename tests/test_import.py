@@ -23,18 +23,23 @@ LAYERS = (
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "cpu", "numerics"),
+    ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "numerics"),
     ("interop",),
     ("attention",),
     ("flash_attn",),
-    ("tools.console", "tools.backends"),
-    ("tools.script", "tools.search"),
-    ("tools.info", "tools.verify", "tools.warmup"),
+    ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
+    ("tools.script", "tools.search", "tools.card", "tools.results"),
+    ("tools.peers", "tools.rigs", "tools.picture"),
+    ("tools.layer", "tools.candidates", "tools.race"),
+    ("tools.info", "tools.verify", "tools.warmup", "tools.bench"),
+    ("tools.tune",),
     ("tools.cli",),
     ("__main__",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
 ORACLE = {"reference", "bounds", "testing"}
+#: What runs on a card, or measures on one.
+GPU_SIDE = ("gpu.", "tools.card")
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -96,7 +101,7 @@ def test_the_formula_needs_numpy_alone():
     assert libraries("reference") <= {"__future__", "typing", "numpy"}
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith("gpu.")])
+@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith(GPU_SIDE)])
 def test_only_the_gpu_folder_imports_gpu_libraries(name):
     assert not libraries(name) & {"cupy", "cupyx", "cuda"}
 

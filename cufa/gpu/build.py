@@ -55,6 +55,14 @@ def ensure_cached(key: KernelKey) -> None:
     _cached_file(key)
 
 
+def compile_into_cache(key: KernelKey) -> str:
+    """Compile a kernel into the disk cache, there or not; the compiler's log, with its registers
+    and spills. Needs no GPU."""
+    code, log = compile_key(key, verbose=True)
+    cache.store(_cache_key(key), code)
+    return log
+
+
 @lru_cache
 def source(name: str) -> str:
     """``kernels/<name>.cu`` with its includes expanded, and `#line` marks for the compiler."""

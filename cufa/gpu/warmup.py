@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.errors import DeviceError, DTypeError
+from cufa.errors import DeviceError
 from cufa.gpu import build
-from cufa.gpu.config import LENGTHS
+from cufa.gpu.config import lengths
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
 from cufa.gpu.plan import make_key
-from cufa.options import CAUSAL, plain_choice, plain_dtype, plain_integer
+from cufa.options import CAUSAL, numpy_dtype, plain_choice, plain_dtype, plain_integer
 from cufa.problem import ArrayFacts, Signature, make_problem
 
 
@@ -85,7 +85,7 @@ def warmup(
         [plain_dtype("dtype", name) for name in _several(dtype)],
         [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
         [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
-        LENGTHS,
+        lengths(),
         _WINDOWS if window else [None],
     )
     keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
@@ -141,7 +141,7 @@ def _call(
     heads = 1
 
     def facts(shape: tuple[int, ...], name: str) -> ArrayFacts:
-        a = np.empty(shape, _numpy_dtype(name))
+        a = np.empty(shape, numpy_dtype(name))
         return ArrayFacts(a.shape, a.strides, a.dtype, 0)
 
     q = facts((heads, seqlen, head_dim), dtype)
@@ -163,14 +163,3 @@ def _call(
         algorithm="auto",
         aligned=True,
     )
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    scalar: Any = name
-    if name == "bfloat16":
-        try:
-            from ml_dtypes import bfloat16 as scalar
-        except ImportError as error:
-            raise DTypeError("bfloat16 is a dtype of the package ml_dtypes; install it") from error
-    dtype: np.dtype[Any] = np.dtype(scalar)
-    return dtype
