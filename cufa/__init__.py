@@ -35,13 +35,18 @@ __all__ = [
     "attention",
     "flash_attn_func",
     "get_best_config",
+    "load_tuning",
     "merge",
     "warmup",
 ]
 
 #: Public names that live behind the GPU folder: imported when first asked for, so that
 #: `import cufa` is quick.
-_LAZY = {"get_best_config": "cufa.gpu.config", "warmup": "cufa.gpu.warmup"}
+_LAZY = {
+    "get_best_config": "cufa.gpu.config",
+    "load_tuning": "cufa.gpu.tuning",
+    "warmup": "cufa.gpu.warmup",
+}
 
 
 def __getattr__(name: str) -> Any:

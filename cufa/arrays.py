@@ -6,6 +6,7 @@ Imports no GPU library.
 from __future__ import annotations
 
 import importlib
+import math
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,6 +18,14 @@ from cufa.options import ALGORITHMS, CAUSAL, LAYOUTS, plain_choice, plain_number
 from cufa.problem import ArrayFacts, Signature
 
 CPU = -1
+#: JAX takes host memory without a copy only if it starts at a multiple of this.
+_HOST_ALIGNMENT = 64
+#: Results of fewer bytes are left where NumPy puts them: a copy costs less than a place of choice.
+_SMALL = 1 << 14
+
+
+class ForeignArray(DTypeError):
+    """An array of a third library: `cufa.interop` can borrow it for a call that takes such."""
 
 
 class Arrays(NamedTuple):
@@ -54,11 +63,20 @@ def is_cupy(a: Any) -> bool:
     return _library(a) == "cupy"
 
 
+def is_foreign(a: Any) -> bool:
+    """Whether `a` is neither NumPy's nor CuPy's, but lends its memory by one of two protocols."""
+    return not (_library(a) or isinstance(a, np.ndarray)) and (
+        hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")
+    )
+
+
 def describe(name: str, a: Any) -> ArrayFacts:
     """Shape, strides, dtype and device of a NumPy or CuPy array.
 
     Raises
     ------
+    ForeignArray
+        `a` is neither, but `cufa.interop` can make one of it.
     DTypeError
         `a` is neither, or is a subclass whose extra meaning would be lost.
     """
@@ -71,8 +89,16 @@ def describe(name: str, a: Any) -> ArrayFacts:
         raise DTypeError(
             f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)"
         )
+    if is_foreign(a):
+        raise ForeignArray(
+            f"{name} is a {type(a).__name__}; it must be a NumPy or CuPy array here "
+            "(np.from_dlpack, cupy.from_dlpack and cupy.asarray make one of it)"
+        )
     hint = " (np.asarray makes one of it)" if isinstance(a, np.generic) else ""
-    raise DTypeError(f"{name} is a {type(a).__name__}; it must be a NumPy or CuPy array{hint}")
+    raise DTypeError(
+        f"{name} is a {type(a).__name__}; it must be a NumPy or CuPy array{hint}, or one with "
+        "__dlpack__ or __cuda_array_interface__"
+    )
 
 
 def namespace(a: Any) -> ModuleType:
@@ -80,6 +106,16 @@ def namespace(a: Any) -> ModuleType:
     if is_cupy(a):
         return importlib.import_module("cupy")
     return np
+
+
+def host_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """`np.empty`, from where other libraries too can take a large array without a copy."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    if size < _SMALL:
+        return np.empty(shape, dtype)
+    raw = np.empty(size + _HOST_ALIGNMENT, np.uint8)
+    return np.ndarray(shape, dtype, raw, -raw.ctypes.data % _HOST_ALIGNMENT)
 
 
 def narrowed(a: Any, dtype: str) -> Any:

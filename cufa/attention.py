@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cufa import cpu
-from cufa.arrays import CPU, Arrays, describe, namespace, sign
+from cufa.arrays import CPU, Arrays, ForeignArray, describe, namespace, sign
 from cufa.options import LAYOUTS, plain_choice
-from cufa.problem import Causal, check_merge
+from cufa.problem import ArrayFacts, Causal, Signature, check_merge
 
 
 def attention(
@@ -33,8 +34,10 @@ def attention(
     """Exact attention, ``softmax(scale * q @ k.T) @ v``, without forming the score matrix.
 
     NumPy arrays run on the CPU, CuPy arrays on the GPU that holds them, in CuPy's current stream;
-    the result is of the same library. Memory beyond the result is O(seqlen), but for
-    ``algorithm="standard"``.
+    the result is of the same library. Arrays of other libraries (JAX, PyTorch, Numba, ...) that
+    have DLPack or the CUDA array interface run where they are, without a copy; the result is of the
+    library of `q` if that can import DLPack, else CuPy's or NumPy's. Memory beyond the result is
+    O(seqlen), but for ``algorithm="standard"``.
 
     The score of query i and key j is ``s = scale * q[i] @ k[j]``; then
     ``softcap * tanh(s / softcap)``; then ``- slope * |i + seqlen_k - seqlen_q - j|`` and
@@ -83,7 +86,7 @@ def attention(
         O(seqlen_q * seqlen_k), by matrix products (on the GPU of cuBLAS) and array expressions.
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
-        an input.
+        an input. Of any library whose arrays can be written, so not JAX's.
 
     Returns
     -------
@@ -101,18 +104,19 @@ def attention(
         The arrays do not fit together; the message names the first axis that differs.
     DTypeError
         An array of integers, two dtypes, a mask that is not boolean, an object that is no array or
-        no number.
+        no number, a JAX tracer.
     ArgumentError
         An option outside its choices or range, an `out` that is read-only or overlaps an input.
     BuildError
         On the GPU: NVRTC is missing, or the driver does not load the kernel; for "standard",
         cuBLAS is missing.
     DeviceError
-        Arrays on different devices, NumPy mixed with CuPy.
+        Arrays on different devices, NumPy mixed with CuPy; an array of another library on a device
+        that is neither the CPU nor a CUDA GPU.
     OutOfMemoryError
         The scores that "standard" holds do not fit into memory.
     UnsupportedError
-        No kernel serves this dtype and head_dim on this GPU.
+        No kernel serves this dtype and head_dim on this GPU, or a PyTorch tensor requires grad.
 
     Notes
     -----
@@ -134,7 +138,25 @@ def attention(
     (2, 4, 100, 64)
     """
     arrays = Arrays(q, k, v, mask, bias, alibi_slopes, sink, out)
-    call = sign(arrays, causal, window, softcap, scale, layout, return_lse, algorithm)
+    call: Signature | None
+    try:
+        call = sign(arrays, causal, window, softcap, scale, layout, return_lse, algorithm)
+    except ForeignArray:
+        call = None
+    if call is None:  # out of the except clause, of which errors in here are no consequence
+        from cufa import interop
+
+        on_own = partial(
+            attention,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            layout=layout,
+            return_lse=return_lse,
+            algorithm=algorithm,
+        )
+        return interop.lend(on_own, arrays._asdict())
     if call.q.device == CPU:
         return cpu.run(call, arrays)
     from cufa.gpu import cards
@@ -161,7 +183,7 @@ def merge(
 
     Returns
     -------
-    out : array, shape and dtype of `out_a`
+    out : array, shape, dtype and library of `out_a`
     lse : array, shape and dtype of `lse_a`
         A row that saw no key in either call has output 0 and lse minus infinity.
 
@@ -169,6 +191,8 @@ def merge(
     ------
     ArgumentError, DeviceError, DTypeError, ShapeError
         The four arrays do not fit together.
+    UnsupportedError
+        One of them is a PyTorch tensor that requires grad.
 
     Notes
     -----
@@ -177,8 +201,18 @@ def merge(
     the larger lse, so that no exponential overflows.
     """
     plain_choice("layout", layout, LAYOUTS)
-    pairs = zip(_MERGE_NAMES, (out_a, lse_a, out_b, lse_b), strict=True)
-    check_merge([describe(name, a) for name, a in pairs], layout)
+    arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    facts: list[ArrayFacts] | None
+    try:
+        facts = [describe(name, a) for name, a in arrays.items()]
+    except ForeignArray:
+        facts = None
+    if facts is None:
+        from cufa import interop
+
+        merged: tuple[Any, Any] = interop.lend(partial(merge, layout=layout), arrays)
+        return merged
+    check_merge(facts, layout)
     xp = namespace(out_a)
     with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
         top = xp.maximum(lse_a, lse_b)
@@ -192,6 +226,3 @@ def merge(
             weight_a, weight_b = weight_a.swapaxes(-2, -3), weight_b.swapaxes(-2, -3)
         out = out_a.astype(lse.dtype) * weight_a + out_b.astype(lse.dtype) * weight_b
         return out.astype(out_a.dtype), lse
-
-
-_MERGE_NAMES = ("out_a", "lse_a", "out_b", "lse_b")

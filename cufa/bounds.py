@@ -16,6 +16,15 @@ from cufa import reference
 Array = NDArray[np.float64]
 
 
+class Error(NamedTuple):
+    """How far a result is from the exact answer, at its worst."""
+
+    #: Largest error of an element of `out`, of those that are finite in the exact answer.
+    absolute: float
+    #: Largest error of an element of `out` or lse as a fraction of its bound; wrong if above 1.
+    fraction: float
+
+
 class Exact(NamedTuple):
     """An answer in float64 and, for each element, the error that its dtype excuses."""
 
@@ -90,6 +99,36 @@ def exact(
 
     bound = bound.swapaxes(1, 2) if layout == "bshd" and rank > 2 else bound
     return Exact(out, lse, bound.reshape(out.shape), lse_bound.reshape(lse.shape), q.dtype)
+
+
+def worst_error(result: Any, expected: Exact) -> Error:
+    """How far ``out`` or ``(out, lse)``, of the shapes expected, is from the exact answer."""
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    fraction = fractions(out, expected.out, expected.out_bound).max(initial=0)
+    if lse is not None:
+        fraction = max(fraction, fractions(lse, expected.lse, expected.lse_bound).max(initial=0))
+    with np.errstate(invalid="ignore"):
+        off = abs(to_numpy(out).astype(np.float64) - expected.out)
+    return Error(float(off[np.isfinite(expected.out)].max(initial=0)), float(fraction))
+
+
+def fractions(got: Any, want: Array, bound: Array) -> Array:
+    """Error of each element as a fraction of its bound; above 1 is wrong.
+
+    Where the exact answer is NaN or infinite, 0 if the result is the same, else infinity.
+    """
+    got = to_numpy(got).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        off = abs(got - want)
+        part = off / bound
+        part = np.where(np.isnan(part), np.where(off <= bound, 0, np.inf), part)  # 0 / 0, NaN
+    same = (got == want) | (np.isnan(got) & np.isnan(want))
+    return np.where(np.isfinite(want), part, np.where(same, 0, np.inf))
+
+
+def to_numpy(a: Any) -> NDArray[Any]:
+    """`a`, an array of NumPy or CuPy, in host memory."""
+    return np.asarray(a.get() if hasattr(a, "get") else a)
 
 
 def _sizes(

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa import standard
-from cufa.arrays import Arrays, check_overlap, distinct, narrowed
+from cufa.arrays import Arrays, check_overlap, distinct, host_empty, narrowed
 from cufa.errors import ArgumentError
 from cufa.problem import Problem, Signature, make_problem
 
@@ -63,8 +63,8 @@ def run(call: Signature, arrays: Arrays) -> Any:
     if problem.algorithm == "standard":
         return standard.run(standard.NUMPY, problem, arrays, call.layout)
     if out is None:
-        out = np.empty(problem.out_shape, arrays.q.dtype)
-    lse = np.empty(problem.lse_shape, problem.accumulator)
+        out = host_empty(problem.out_shape, arrays.q.dtype)
+    lse = host_empty(problem.lse_shape, problem.accumulator)
     if out.size:
         _run_tasks(problem, _views(problem, arrays, out, lse, call.layout), _tiling(problem))
     return (out, lse) if problem.return_lse else out

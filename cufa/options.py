@@ -31,6 +31,24 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of that name.
+
+    Raises
+    ------
+    DTypeError
+        It is bfloat16, and `ml_dtypes` is not installed.
+    """
+    scalar: Any = name
+    if name == "bfloat16":
+        try:
+            from ml_dtypes import bfloat16 as scalar
+        except ImportError as error:
+            raise DTypeError("bfloat16 is a dtype of the package ml_dtypes; install it") from error
+    dtype: np.dtype[Any] = np.dtype(scalar)
+    return dtype
+
+
 def plain_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """An option that is one of a few words or truth values."""
     if isinstance(value, np.bool_):

@@ -22,7 +22,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cufa.bounds import Array, Exact, exact
+from cufa.bounds import Array, Exact, exact, fractions
+from cufa.bounds import to_numpy as to_numpy
 
 Shape = tuple[int, ...]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -59,11 +60,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401, teaches NumPy the name
     return np.dtype(name)
-
-
-def to_numpy(a: Any) -> NDArray[Any]:
-    """`a` in host memory."""
-    return np.asarray(a.get() if hasattr(a, "get") else a)
 
 
 @dataclass(frozen=True)
@@ -277,9 +273,7 @@ def assert_within_rounding(result: Any, expected: Exact) -> None:
 def _assert_near(name: str, got: Any, want: Array, bound: Array) -> None:
     assert got.shape == want.shape, f"{name} has shape {got.shape}, not {want.shape}"
     got = to_numpy(got).astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        near = np.where(np.isfinite(want), abs(got - want) <= bound, got == want)
-    wrong = ~np.where(np.isnan(want), np.isnan(got), near)
+    wrong = fractions(got, want, bound) > 1
     if wrong.any():
         at = tuple(int(n) for n in np.argwhere(wrong)[0])
         raise AssertionError(

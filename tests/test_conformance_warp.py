@@ -39,7 +39,8 @@ def outputs(expected: dict[str, NDArray[Any]]) -> dict[str, tuple[NDArray[Any], 
 def test_barriers_and_thread_numbers(
     machine: Runner, seed: int, grid: tuple[int, int, int], rounds: int
 ) -> None:
-    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x and y and z, smem_address."""
+    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z;
+    smem_address."""
     blocks = int(np.prod(grid))
     x = np.random.default_rng(seed).standard_normal((blocks, rounds, 128)).astype(np.float32)
     z, y, x_ = np.unravel_index(np.arange(blocks)[:, None], grid[::-1])

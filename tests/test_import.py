@@ -23,12 +23,23 @@ LAYERS = (
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.warmup", "cpu", "numerics"),
+    ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "numerics"),
+    ("interop",),
     ("attention",),
     ("flash_attn",),
+    ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
+    ("tools.script", "tools.search", "tools.card", "tools.results"),
+    ("tools.peers", "tools.rigs", "tools.picture"),
+    ("tools.layer", "tools.candidates", "tools.race"),
+    ("tools.info", "tools.verify", "tools.warmup", "tools.bench"),
+    ("tools.tune",),
+    ("tools.cli",),
+    ("__main__",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
 ORACLE = {"reference", "bounds", "testing"}
+#: What runs on a card, or measures on one.
+GPU_SIDE = ("gpu.", "tools.card")
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -90,7 +101,7 @@ def test_the_formula_needs_numpy_alone():
     assert libraries("reference") <= {"__future__", "typing", "numpy"}
 
 
-@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith("gpu.")])
+@pytest.mark.parametrize("name", [m for m in MODULES if not m.startswith(GPU_SIDE)])
 def test_only_the_gpu_folder_imports_gpu_libraries(name):
     assert not libraries(name) & {"cupy", "cupyx", "cuda"}
 
@@ -98,7 +109,7 @@ def test_only_the_gpu_folder_imports_gpu_libraries(name):
 def test_importing_cufa_loads_no_gpu_library():
     code = "import sys; before = set(sys.modules); import cufa; print(*set(sys.modules) - before)"
     loaded = run(code).split()
-    heavy = {"cupy", "cuda", "hypothesis", "torch", "jax", "numba"}
+    heavy = {"cupy", "cuda", "hypothesis", "rich", "torch", "jax", "numba"}
     assert "cufa" in loaded
     assert not {name.partition(".")[0] for name in loaded} & heavy
     assert not [name for name in loaded if name.startswith("cufa.gpu.")]

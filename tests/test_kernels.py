@@ -167,7 +167,7 @@ def included(folder: Path, name: str) -> set[str]:
 def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     key = next(units(90))
     first = build._cache_key(key)
-    monkeypatch.setattr(build, "_compiler_version", lambda: "another")
+    monkeypatch.setattr(build, "compiler_version", lambda: "another")
     assert build._cache_key(key) != first
 
 
@@ -175,7 +175,11 @@ def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     ("options", "error", "message"),
     [
         ({"kernel": "fa9"}, cufa.ArgumentError, "kernel is 'fa9'; .*'fa2_fwd', 'fa2_fwd_simt'"),
-        ({"kernel": "fa2_fwd", "head_dim": 300}, cufa.UnsupportedError, "up to 256; .*float32"),
+        (
+            {"kernel": "fa2_fwd", "dtype": "float32", "head_dim": 160},
+            cufa.UnsupportedError,
+            "float16 or bfloat16; fa2_fwd takes head_dim up to 128",
+        ),
         ({"kernel": "fa2_fwd", "arch": 75}, cufa.UnsupportedError, "needs sm_80"),
         ({"head_dim": 300}, cufa.UnsupportedError, "fa2_fwd_simt takes head_dim up to 256"),
         ({"head_dim": -5}, cufa.ArgumentError, "head_dim is -5; .*at least 1"),

@@ -55,6 +55,14 @@ def ensure_cached(key: KernelKey) -> None:
     _cached_file(key)
 
 
+def compile_into_cache(key: KernelKey) -> str:
+    """Compile a kernel into the disk cache, there or not; the compiler's log, with its registers
+    and spills. Needs no GPU."""
+    code, log = compile_key(key, verbose=True)
+    cache.store(_cache_key(key), code)
+    return log
+
+
 @lru_cache
 def source(name: str) -> str:
     """``kernels/<name>.cu`` with its includes expanded, and `#line` marks for the compiler."""
@@ -153,7 +161,8 @@ def _debugging() -> bool:
 
 
 @lru_cache
-def _compiler_version() -> str:
+def compiler_version() -> str:
+    """The NVRTC that compiles here, as the cache's names know it; BuildError if there is none."""
     # The wheels' metadata takes a millisecond; loading the compiler to ask it takes a third of a
     # second.
     found = []
@@ -173,7 +182,7 @@ def _cache_key(key: KernelKey) -> str:
         sorted(key.defines().items()),
         key.arch,
         _debugging(),
-        _compiler_version(),
+        compiler_version(),
     )
     return cache.digest(repr(facts).encode())
 

@@ -1,4 +1,4 @@
-"""CUDA cards, through CuPy: the only module that imports it at once."""
+"""CUDA cards, through CuPy, which this module imports at once, as only `exchange` does too."""
 
 from __future__ import annotations
 

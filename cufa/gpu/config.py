@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -84,6 +85,39 @@ _TABLE = (
 
 #: A length for each class of lengths that the table tells apart.
 LENGTHS = (1, *sorted({row.seqlen + 1 for row in _TABLE} - {ANY + 1}))
+
+
+@dataclass(frozen=True, eq=False)
+class Tuned:
+    """Rows that were measured on one kind of card (`gpu.tuning`), searched there before the table.
+
+    A row holds for the head dims that it was measured with, not for those below. Two of these are
+    never equal: caches of plans have the one in force in their keys.
+    """
+
+    rows: tuple[_Row, ...] = ()
+    devices: tuple[str, ...] = ()
+    file: str | None = None
+
+    def rows_for(self, device: Device, head_dim: int, head_dim_v: int) -> tuple[_Row, ...]:
+        """Those of a card and of head dims rounded up to a multiple of 32."""
+        if device.name not in self.devices:
+            return ()
+        square = head_dim == head_dim_v
+        return tuple(
+            row
+            for row in self.rows
+            if row.head_dim == max(head_dim, head_dim_v) and row.square == square
+        )
+
+
+#: In force; replaced as a whole by `gpu.tuning`.
+tuned = Tuned()
+
+
+def lengths() -> tuple[int, ...]:
+    """`LENGTHS`, and those that the rows in force tell apart."""
+    return tuple(sorted({*LENGTHS, *(row.seqlen + 1 for row in tuned.rows)} - {ANY + 1}))
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -187,9 +221,9 @@ def find_config(
     causal: bool,
     device: Device,
 ) -> Config:
-    """The first row that fits the problem and the card's shared memory."""
+    """The first row that fits the problem and the card's shared memory; tuned ones come first."""
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
-    for row in _TABLE:
+    for row in (*tuned.rows_for(device, d, dv), *_TABLE):
         fits = (
             row.kernel == kernel
             and row.element_bytes == element_bytes(kernel, dtype)
@@ -206,3 +240,8 @@ def find_config(
         f"no tile of {kernel} for {dtype}, head_dim {head_dim}, head_dim_v {head_dim_v} on "
         f"{device.name}, which gives a block {device.shared_memory} bytes of shared memory"
     )
+
+
+def tuned_arch(kernel: str, device: Device) -> int:
+    """The newest architecture, up to a card's, that a kernel's tiles were chosen on."""
+    return max(row.arch for row in _TABLE if row.kernel == kernel and row.arch <= device.arch)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from cufa.arrays import Arrays, are_aligned, check_overlap, describe
+from cufa.gpu import config
 from cufa.gpu.device import Device
 from cufa.gpu.params import Buffers
 from cufa.gpu.plan import KernelKey, Step, make_plan
@@ -50,14 +51,15 @@ def run(machine: Machine, call: Signature, arrays: Arrays) -> Any:
     if arrays.out is not None:
         make_problem(call)  # its errors come before anything else
         check_overlap(arrays)
-    ready = _prepare(machine, call)
+    ready = _prepare(machine, call, config.tuned)
     if ready.conversions:
         return run(machine, *_convert(machine, call, arrays, ready.conversions))
     return _launch(machine, ready, arrays)
 
 
 @lru_cache(maxsize=4096)
-def _prepare(machine: Machine, call: Signature) -> _Ready:
+def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
+    # `tuned` is here as a part of the key: what rows another file had must not be found again.
     problem = make_problem(call)
     plan = make_plan(problem, machine.device(call.q.device))
     conversions = _conversions(problem)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.errors import DeviceError, DTypeError
+from cufa.errors import DeviceError
 from cufa.gpu import build
-from cufa.gpu.config import LENGTHS
+from cufa.gpu.config import lengths
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
 from cufa.gpu.plan import make_key
-from cufa.options import CAUSAL, plain_choice, plain_dtype, plain_integer
+from cufa.options import CAUSAL, numpy_dtype, plain_choice, plain_dtype, plain_integer
 from cufa.problem import ArrayFacts, Signature, make_problem
 
 
@@ -32,6 +32,7 @@ def warmup(
     softcap: bool = False,
     sink: bool = False,
     arch: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Compile kernels into the disk cache, so that the first call of each takes milliseconds.
 
@@ -49,6 +50,8 @@ def warmup(
         Dtype of the bias that calls will pass.
     arch : int, default that of the current device
         Compute capability times 10. Given, no GPU is needed.
+    progress : callable, default None
+        Called with how many kernels are in the cache and how many there will be, first with 0.
 
     Returns
     -------
@@ -82,12 +85,15 @@ def warmup(
         [plain_dtype("dtype", name) for name in _several(dtype)],
         [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
         [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
-        LENGTHS,
+        lengths(),
         _WINDOWS if window else [None],
     )
     keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
+    report = progress or (lambda ready, total: None)
+    report(0, len(keys))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build.ensure_cached, keys))
+        for ready, _ in enumerate(pool.map(build.ensure_cached, keys), 1):
+            report(ready, len(keys))
     return len(keys)
 
 
@@ -135,7 +141,7 @@ def _call(
     heads = 1
 
     def facts(shape: tuple[int, ...], name: str) -> ArrayFacts:
-        a = np.empty(shape, _numpy_dtype(name))
+        a = np.empty(shape, numpy_dtype(name))
         return ArrayFacts(a.shape, a.strides, a.dtype, 0)
 
     q = facts((heads, seqlen, head_dim), dtype)
@@ -157,14 +163,3 @@ def _call(
         algorithm="auto",
         aligned=True,
     )
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    scalar: Any = name
-    if name == "bfloat16":
-        try:
-            from ml_dtypes import bfloat16 as scalar
-        except ImportError as error:
-            raise DTypeError("bfloat16 is a dtype of the package ml_dtypes; install it") from error
-    dtype: np.dtype[Any] = np.dtype(scalar)
-    return dtype

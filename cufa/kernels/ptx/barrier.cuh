@@ -1,5 +1,5 @@
-// bar.sync, bar.red and bar.arrive over the block or a part of it, bar.warp.sync over the warp (PTX
-// ISA: parallel synchronization and communication instructions).
+// bar.sync, bar.red and bar.arrive over the block or a part of it, bar.warp.sync over the warp
+// (PTX ISA: parallel synchronization and communication instructions).
 #pragma once
 #include "base/types.cuh"
 

@@ -95,7 +95,8 @@ template <> struct Sum<f32> {
   }
 };
 
-// The same for a short sum: all products in one accumulator, which takes half the registers.
+// The same for a sum that is short: all products in one accumulator, which takes half the
+// registers.
 template <class T> struct ShortSum : Sum<T> {};
 template <> struct ShortSum<f32> {
   f32 x[4];

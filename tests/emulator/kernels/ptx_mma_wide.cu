@@ -3,7 +3,7 @@
 //
 //   in    a [steps, threads, 4], b [steps, threads, 2] f64 and, as float32, a_single, b_single
 //         c [threads, 4] f64
-//   out   f64_m16n8k8, f64_m8n8k4 [threads, 4]: of the latter the first two are those of c and what
+//   out   f64_m16n8k8, f64_m8n8k4 [threads, 4]: the latter the first two elements of c and what
 //         a[0] and b[0] add, the last two the same of a[2] and b[1]
 //         tf32_m16n8k8 [threads, 4] f32
 //   grid  1   block any number of warps   smem 48 bytes a thread

@@ -1,0 +1,177 @@
+"""Looks for a problem that attention solves wrongly, and makes it as small as it can.
+
+Hypothesis draws the problems and shrinks; nothing here prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import hypothesis
+import numpy as np
+from hypothesis import HealthCheck, Phase
+from hypothesis.errors import Flaky, Unsatisfiable
+
+from cufa.bounds import Error, Exact, exact, worst_error
+from cufa.errors import ArgumentError
+from cufa.testing import FLOATS, Case, assert_within_rounding, cases
+from cufa.tools.backends import Backend
+
+Attention = Callable[..., tuple[Any, Any]]
+#: Of a search that only time limits.
+UNLIMITED = 1 << 40
+
+
+class Failure(NamedTuple):
+    """A problem whose answer was wrong or none."""
+
+    case: Case
+    backend: Backend
+    kernel: str
+    error: Exception
+    #: Why the problem may be larger than it need be, or may pass when tried again; None: it cannot.
+    doubt: str | None = None
+
+
+class Observer(Protocol):
+    """Is told how a search goes."""
+
+    def right(self, kernel: str, dtype: str, error: Error) -> None:
+        """A call was right; not told any more after the first that was wrong."""
+
+    def wrong(self) -> None:
+        """A call was wrong, the first or one of those that shrink it."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What to draw and when to stop."""
+
+    seed: int
+    max_examples: int = UNLIMITED
+    #: From the start of the search; shrinking takes as long as it takes.
+    seconds: float | None = None
+    dtypes: Sequence[str] = FLOATS
+    #: Kernels to hold; None: all.
+    kernels: Collection[str] | None = None
+    #: Draw any head dims and features for a GPU too, where most then need a kernel of their own.
+    wide: bool = False
+
+
+def search(
+    attention: Attention, backends: Sequence[Backend], wish: Wish, observer: Observer
+) -> Failure | None:
+    """Draw problems and hold each to the oracle on every backend, until one fails.
+
+    Parameters
+    ----------
+    attention : callable
+        `cufa.attention`, or what is to be held in its place.
+    backends : sequence of Backend
+    wish : Wish
+    observer : Observer
+
+    Returns
+    -------
+    Failure or None
+        The smallest problem found that fails.
+
+    Raises
+    ------
+    ArgumentError
+        None of the problems drawn is for a kernel wished for.
+    """
+    trial = _Trial(attention, backends, wish, observer)
+
+    @hypothesis.seed(wish.seed)
+    @hypothesis.settings(
+        max_examples=wish.max_examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=(Phase.generate, Phase.shrink),
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=tuple(HealthCheck),
+    )
+    @hypothesis.given(case=cases(dtypes=wish.dtypes))
+    def hold(case: Case) -> None:
+        trial(case)
+
+    try:
+        hold()
+    except _Stop:
+        pass
+    except Unsatisfiable:
+        names = ", ".join(sorted(wish.kernels or ()))
+        raise ArgumentError(
+            f"kernel is {names}; no problem of {', '.join(wish.dtypes)} that was drawn is served "
+            "by it here: allow other dtypes, or more examples"
+        ) from None
+    except Flaky:
+        trial.doubt("it does not fail every time")
+    except Exception:
+        if trial.failure is None:  # not of attention: the oracle's, or the strategy's
+            raise
+    return trial.failure
+
+
+class _Stop(BaseException):
+    """Ends a search at once; hypothesis lets it through."""
+
+
+class _Trial:
+    """Holds one case after another, and remembers the last that failed."""
+
+    def __init__(
+        self, attention: Attention, backends: Sequence[Backend], wish: Wish, observer: Observer
+    ) -> None:
+        self.failure: Failure | None = None
+        self._attention, self._backends, self._wish = attention, backends, wish
+        self._observer = observer
+        self._end = None if wish.seconds is None else time.monotonic() + wish.seconds
+        self._bend = not wish.wide and any(backend.device for backend in backends)
+
+    def __call__(self, case: Case) -> None:
+        if self.failure is None and self._end is not None and time.monotonic() > self._end:
+            raise _Stop
+        case = case.few_kernels() if self._bend else case
+        arrays, options = case.arrays(np), case.options(np)
+        kernels = [(b, b.kernel(*arrays, **options)) for b in self._backends]
+        wanted = self._wish.kernels
+        held = [(b, name) for b, name in kernels if wanted is None or name in wanted]
+        hypothesis.assume(held)
+        expected = exact(*arrays, **options)
+        for backend, kernel in held:
+            error = self._hold(case, backend, kernel, expected)
+            if self.failure is None:
+                self._observer.right(kernel, case.dtype, error)
+
+    def _hold(self, case: Case, backend: Backend, kernel: str, expected: Exact) -> Error:
+        try:
+            xp = backend.xp
+            result = self._attention(*case.arrays(xp), return_lse=True, **case.options(xp))
+            assert_within_rounding(result, expected)
+        except Exception as error:
+            self.failure = Failure(case, backend, kernel, error)
+            self._observer.wrong()
+            if _breaks_the_device(error):
+                self.doubt(
+                    "the driver reports it and may take no more work, so it was not made small"
+                )
+                raise _Stop from None
+            raise
+        return worst_error(result, expected)
+
+    def doubt(self, reason: str) -> None:
+        """Say what the failure lacks."""
+        assert self.failure is not None
+        self.failure = self.failure._replace(doubt=reason)
+
+
+def _breaks_the_device(error: Exception) -> bool:
+    """Whether CUDA reports it: after an illegal address, for one, it refuses whatever follows."""
+    return type(error).__module__.startswith("cupy_backends.cuda")

@@ -1,0 +1,176 @@
+"""Hold attention to the formula on random problems; a failure is shrunk to a script to paste."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from hypothesis.configuration import set_hypothesis_home_dir
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+import cufa
+from cufa.bounds import Error
+from cufa.errors import ArgumentError
+from cufa.gpu.registry import KERNELS
+from cufa.testing import FLOATS
+from cufa.tools.backends import CPU_KERNEL, Backend, find_backends
+from cufa.tools.console import make_console, print_table
+from cufa.tools.script import make_script
+from cufa.tools.search import UNLIMITED, Failure, Wish, search
+
+EXAMPLES = 500
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+_QUANTILE_NAMES = ("50 %", "90 %", "99 %", "max")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to draw and when to stop."""
+    add = parser.add_argument
+    add(
+        "--max-examples",
+        type=int,
+        metavar="N",
+        help=f"problems to draw; default {EXAMPLES}, and no limit with --time",
+    )
+    add("--time", type=float, metavar="SECONDS", help="stop drawing after so long")
+    add("--seed", type=int, help="the same seed draws the same problems; default: a new one")
+    add(
+        "--kernel",
+        action="append",
+        choices=tuple(dict.fromkeys((CPU_KERNEL, *(spec.name for spec in KERNELS)))),
+        help="hold only this kernel; may be repeated",
+    )
+    add("--dtype", action="append", choices=FLOATS, help="draw only this dtype; may be repeated")
+    add(
+        "--wide",
+        action="store_true",
+        help="on a GPU any head dims and features: most problems then compile a kernel",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search, showing how far it is; 1 if a problem fails."""
+    if options.max_examples is not None and options.max_examples < 1:
+        raise ArgumentError(f"max_examples is {options.max_examples}; it must be at least 1")
+    limit = EXAMPLES if options.time is None else UNLIMITED
+    wish = Wish(
+        seed=secrets.randbits(32) if options.seed is None else options.seed,
+        max_examples=options.max_examples or limit,
+        seconds=options.time,
+        dtypes=_dtypes(options.dtype or FLOATS, options.kernel),
+        kernels=options.kernel,
+        wide=options.wide,
+    )
+    backends = _backends(options.kernel)
+    tally = Tally(wish)
+    console = make_console(stderr=True)
+    with tempfile.TemporaryDirectory() as folder:
+        set_hypothesis_home_dir(folder)  # else it leaves one in the current folder
+        if console.is_terminal:
+            with Live(tally, console=console, transient=True, refresh_per_second=4):
+                failure = search(cufa.attention, backends, wish, tally)
+        else:
+            failure = search(cufa.attention, backends, wish, tally)
+    tally.show()
+    if failure is not None:
+        _show_failure(failure)
+    return 0 if failure is None else 1
+
+
+def _backends(kernels: Collection[str] | None) -> list[Backend]:
+    """Those that may run one of the kernels."""
+    found = find_backends()
+    on_cpu = kernels is None or CPU_KERNEL in kernels
+    on_gpu = kernels is None or bool({*kernels} - {CPU_KERNEL})
+    backends = [b for b in found if (on_cpu if b.device is None else on_gpu)]
+    if not backends:
+        raise ArgumentError(
+            f"kernel is {', '.join(kernels or ())}, which needs a GPU, and there is none that CuPy "
+            "can use; `python -m cufa info` says what is missing"
+        )
+    return backends
+
+
+def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]:
+    """Those that one of the kernels takes."""
+    takes = {CPU_KERNEL: FLOATS}
+    for spec in KERNELS:
+        takes[spec.name] = (*takes.get(spec.name, ()), *spec.dtypes)
+    taken = {dtype for kernel in kernels or takes for dtype in takes[kernel]}
+    found = [dtype for dtype in dtypes if dtype in taken]
+    if not found:
+        limits = "; ".join(f"{kernel} takes {', '.join(takes[kernel])}" for kernel in kernels or ())
+        raise ArgumentError(f"dtype is {', '.join(dtypes)}; {limits}")
+    return found
+
+
+class Tally:
+    """The errors seen so far; rich shows it while a search runs, from a thread of its own."""
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish, self._start = wish, time.monotonic()
+        self._lock = threading.Lock()
+        self._errors: defaultdict[tuple[str, str], list[Error]] = defaultdict(list)
+        self._wrong = 0
+
+    def right(self, kernel: str, dtype: str, error: Error) -> None:
+        """Count a call that was right."""
+        with self._lock:
+            self._errors[kernel, dtype].append(error)
+
+    def wrong(self) -> None:
+        """Count one that was wrong."""
+        with self._lock:
+            self._wrong += 1
+
+    def __rich__(self) -> RenderableType:
+        with self._lock:
+            table = Table("kernel", "dtype", "calls", "worst error, of its bound", box=None)
+            for (kernel, dtype), errors in sorted(self._errors.items()):
+                worst = max(error.fraction for error in errors)
+                table.add_row(kernel, dtype, str(len(errors)), f"{worst:.3f}")
+            return Group(self._state(), table)
+
+    def _state(self) -> str:
+        if self._wrong:
+            return f"WRONG; looking for a smaller problem that fails, {self._wrong} found so far"
+        seconds = time.monotonic() - self._start
+        calls = sum(map(len, self._errors.values()))
+        limits = []
+        if self._wish.max_examples < UNLIMITED:
+            limits.append(f"{self._wish.max_examples} problems")
+        if self._wish.seconds is not None:
+            limits.append(f"{self._wish.seconds:.0f} s")
+        return (
+            f"{calls} calls, {calls / max(seconds, 1e-9):.0f} a second, {seconds:.0f} s of "
+            f"{' or '.join(limits)}, seed {self._wish.seed}"
+        )
+
+    def show(self) -> None:
+        """Print the quantiles of the errors, each that of a call's worst element."""
+        rows = []
+        for (kernel, dtype), errors in sorted(self._errors.items()):
+            absolute, fraction = np.quantile(np.array(errors), QUANTILES, axis=0).T
+            cells = [f"{x:.3f}" for x in fraction] + [f"{x:.1e}" for x in absolute]
+            rows.append((kernel, dtype, len(errors), *cells))
+        title = "Errors against float64: as fractions of their bounds, and absolute"
+        names = ("kernel", "dtype", "calls", *_QUANTILE_NAMES, *_QUANTILE_NAMES)
+        print_table(title, names, rows)
+        print(f"\nseed {self._wish.seed}, {time.monotonic() - self._start:.0f} s")
+
+
+def _show_failure(failure: Failure) -> None:
+    library = failure.backend.xp.__name__
+    doubt = f" ({failure.doubt})" if failure.doubt else ""
+    print(f"\nWRONG: {failure.kernel}, {failure.case.dtype}{doubt}")
+    print(f"{type(failure.error).__name__}: {failure.error}")
+    print("\nThe smallest problem found that fails, as a script:\n")
+    print(make_script(failure.case, library))

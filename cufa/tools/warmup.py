@@ -1,0 +1,49 @@
+"""Compile kernels into the cache ahead of their first use, on a machine without a GPU too."""
+
+from __future__ import annotations
+
+import argparse
+
+from cufa.gpu import cache
+from cufa.gpu.warmup import warmup
+from cufa.options import FLOAT_DTYPES
+from cufa.tools.console import counting
+
+_CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+_SWITCHES = {
+    "window": "a window",
+    "mask": "a mask",
+    "alibi-slopes": "ALiBi slopes",
+    "softcap": "a softcap",
+    "sink": "a sink",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `cufa.warmup`."""
+    add = parser.add_argument
+    add("--arch", type=int, help="90 for sm_90; default: the GPU's of this machine")
+    add("--head-dim", type=int, nargs="+", default=[64, 128], help="default: 64 128")
+    add(
+        "--dtype",
+        nargs="+",
+        choices=FLOAT_DTYPES,
+        default=["float16", "bfloat16"],
+        help="default: float16 bfloat16",
+    )
+    add("--causal", choices=_CAUSAL, default="both", help="default: both")
+    add("--return-lse", choices=_CAUSAL, default="no", help="default: no")
+    for name, feature in _SWITCHES.items():
+        add(f"--{name}", action="store_true", help=f"calls will have {feature}")
+    add("--bias", choices=FLOAT_DTYPES, help="calls will have a bias of this dtype")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compile, with a bar, and say how many kernels are ready."""
+    arguments = {name: value for name, value in vars(options).items() if name != "tool"}
+    for name in ("causal", "return_lse"):
+        arguments[name] = _CAUSAL[arguments[name]]
+    with counting("compiling") as progress:
+        kernels = warmup(**arguments, progress=progress)
+    print(f"{kernels} kernels are ready in {cache.directory()}")
+    return 0

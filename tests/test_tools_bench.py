@@ -1,0 +1,409 @@
+"""`python -m cufa bench`: what it counts, whom it times, what it writes; on a card, its peers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cufa
+from cufa.bounds import exact
+from cufa.errors import ArgumentError, DeviceError, UnsupportedError
+from cufa.options import ALGORITHMS, FLOAT_DTYPES
+from cufa.testing import assert_within_rounding, to_numpy
+from cufa.tools import bench, layer, peers, picture, rigs
+from cufa.tools.peers import PEERS, Peer
+from cufa.tools.results import COLUMNS, Report, Result
+from cufa.tools.timing import (
+    MAX_CALLS,
+    Burst,
+    Contender,
+    Figures,
+    HostClock,
+    compare,
+    host_extra_bytes,
+)
+from cufa.tools.workloads import PRESETS, Workload, copies_beyond, draw, workload
+
+SMALL = ("--seqlen", "16", "24", "--head-dim", "8", "--dtype", "float32", "--heads", "2")
+QUICK = (*SMALL, "--batch", "1", "--rounds", "2", "--backend", "numpy")
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Workload:
+    """Small workloads of every kind."""
+    kv_heads = draw(st.integers(1, 3))
+    return workload(
+        draw(st.integers(1, 20)),
+        draw(st.sampled_from([1, 8, 17])),
+        dtype=draw(st.sampled_from(FLOAT_DTYPES)),
+        causal=draw(st.booleans()),
+        batch=draw(st.integers(1, 2)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        seqlen_q=draw(st.none() | st.integers(1, 20)),
+        head_dim_v=draw(st.none() | st.sampled_from([4, 16])),
+        bias=draw(st.booleans()),
+    )
+
+
+class Scripted:
+    """A clock on which each contender takes the time that it is given, in milliseconds."""
+
+    def __init__(self, **ms: float) -> None:
+        self.ms = ms
+        self.bursts: list[tuple[str, int]] = []
+
+    def burst(self, contender: Contender, count: int) -> Burst:
+        self.bursts.append((contender.name, count))
+        return Burst(self.ms[contender.name], 7.0)
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    """A command line of the tool."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def idle(name: str, **more: Any) -> Contender:
+    """A contender that does nothing."""
+    return Contender(name, [lambda: None], **more)
+
+
+def failing(name: str, said: str) -> Contender:
+    """A contender that raises."""
+
+    def call() -> None:
+        raise RuntimeError(said)
+
+    return Contender(name, [call])
+
+
+# What is counted
+
+
+@given(work=works())
+def test_causal_counts_the_pairs_that_are_visible_and_half_of_a_square(work):
+    seen = np.tri(work.seqlen_q, work.seqlen_k, work.seqlen_k - work.seqlen_q, bool).sum()
+    square = work.seqlen_q * work.seqlen_k
+    half = work.seqlen_q == work.seqlen_k
+    assert work.pairs == (square if not work.causal else square // 2 if half else seen)
+
+
+@given(work=works(), copies=st.integers(1, 3))
+def test_bytes_are_those_of_the_arrays(work, copies):
+    for q, k, v, _ in draw(np, work, copies):
+        out = cufa.attention(q, k, v)
+        assert work.bytes == sum(a.nbytes for a in (q, k, v, out))
+        assert work.flop == 2 * work.pairs * (q.size + out.size) // work.seqlen_q
+
+
+@given(work=works(), copies=st.integers(2, 4))
+def test_copies_of_the_inputs_share_no_memory(work, copies):
+    drawn = draw(np, work, copies)
+    assert len(drawn) == copies
+    first, last = drawn[0], drawn[-1]
+    assert not any(np.shares_memory(a, b) for a, b in zip(first[:3], last[:3], strict=True))
+
+
+@given(work=works(), cache=st.integers(0, 1 << 16))
+def test_the_inputs_are_rotated_until_they_exceed_the_cache_twice(work, cache):
+    copies = copies_beyond(cache, work)
+    assert copies * work.bytes >= 2 * cache or copies == copies_beyond(1 << 40, work)
+    assert copies == 1 or (copies - 1) * work.bytes < 2 * cache
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_each_of_its_problems_once(name):
+    titles = [str(work) for work in PRESETS[name]()]
+    assert len(set(titles)) == len(titles) > 0
+
+
+# Who is timed, and how
+
+
+@given(rounds=st.integers(1, 5), names=st.sets(st.sampled_from("abcd"), min_size=1))
+def test_every_round_times_each_contender_once(rounds, names):
+    clock = Scripted(**dict.fromkeys(names, 1.0))
+    found = compare([idle(name) for name in sorted(names)], clock, rounds)
+    assert list(found) == sorted(names)
+    bursts = [name for name, _ in clock.bursts][len(names) :]  # without those that warm up
+    for start in range(0, len(bursts), len(names)):
+        assert {*bursts[start : start + len(names)]} == names
+    assert all(len(figures.ms) == rounds for figures in found.values())
+
+
+def test_rounds_have_orders_of_their_own():
+    clock = Scripted(a=1.0, b=1.0)
+    compare([idle("a"), idle("b")], clock, 60)
+    firsts = [name for name, _ in clock.bursts[2::2]]
+    assert {*firsts} == {"a", "b"}  # by chance alone they agree once in 2**59 runs
+
+
+@given(ms=st.floats(1e-9, 1e4))
+def test_a_burst_has_at_least_one_call_and_fits_the_queue(ms):
+    clock = Scripted(a=ms)
+    compare([idle("a")], clock, 1)
+    assert 1 <= clock.bursts[-1][1] <= MAX_CALLS
+
+
+def test_who_raises_is_named_with_the_reason_and_the_others_are_timed():
+    found = compare([failing("a", "no kernel\nmore"), idle("b")], Scripted(b=2.0), 3)
+    assert found["a"] == "no kernel"
+    assert found["b"] == Figures((2.0,) * 3, (7.0,) * 3)
+
+
+def test_a_burst_goes_round_the_copies():
+    seen: list[int] = []
+    calls = [partial(seen.append, copy) for copy in range(3)]
+    HostClock().burst(Contender("a", calls), 7)
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+
+
+@given(ms=st.lists(st.floats(0.1, 10), min_size=1), factor=st.floats(0.5, 2))
+def test_spread_does_not_depend_on_the_unit(ms, factor):
+    here = Figures(tuple(ms), (0.0,))
+    there = Figures(tuple(m * factor for m in ms), (0.0,))
+    assert math.isclose(here.spread, there.spread, abs_tol=1e-9)
+    assert math.isclose(here.median_ms * factor, there.median_ms)
+
+
+@settings(max_examples=40)
+@given(work=works())
+@pytest.mark.parametrize("peer", [p for p in PEERS if p.backend == "numpy"], ids=lambda p: p.name)
+def test_plain_numpy_is_the_same_attention(peer, work):
+    (arrays,) = draw(np, work)
+    (call,) = peer.contender(peer.open(), work, [arrays]).calls
+    bias = None if arrays.bias is None else arrays.bias[None, None]
+    seen = slice(max(0, work.seqlen_q - work.seqlen_k) if work.causal else 0, None)
+    with np.errstate(invalid="ignore"):  # a row that sees no key is NaN in the formula
+        out = call()
+    q, k, v = arrays[:3]
+    wanted = exact(q, k, v, causal=work.causal, bias=bias)
+    assert out.shape == wanted.out.shape
+    assert out.dtype == q.dtype
+    error = abs(out.astype(np.float64) - wanted.out)[:, :, seen]
+    assert (error <= 2 * wanted.out_bound[:, :, seen]).all()
+
+
+def test_extra_memory_is_what_a_call_holds_beyond_its_result():
+    def call() -> Any:
+        scratch = np.ones(1 << 20, np.uint8)
+        return scratch[: 1 << 19].copy()
+
+    assert 1 << 20 <= host_extra_bytes(call) < 5 << 18
+
+
+def test_a_peer_that_is_not_here_is_named_with_the_reason():
+    def absent() -> Any:
+        raise ImportError("No module named 'nobody'")
+
+    found, missing = peers.open_all([Peer("nobody", "numpy", FLOAT_DTYPES, absent), *PEERS[-1:]])
+    assert [peer.name for peer, _ in found] == [PEERS[-1].name]
+    assert missing == {"nobody": "No module named 'nobody'"}
+
+
+def test_a_peer_refuses_a_dtype_that_it_does_not_take():
+    half = PEERS[0]
+    with pytest.raises(UnsupportedError, match="takes float16 or bfloat16"):
+        half.contender(lambda *_: idle("x"), workload(8, 8, dtype="float64"), [])
+
+
+# What comes out
+
+
+def report(**ms: float) -> Report:
+    """Of one problem, where contenders took so long; those with a capital are peers."""
+    outcomes: dict[str, Figures | str] = {n: Figures((t,), (1.0,), 1 << 20) for n, t in ms.items()}
+    outcomes["absent"] = "out of memory"
+    result = Result(workload(64, 8), outcomes, frozenset(n for n in ms if n.isupper()))
+    return Report("numpy", {"machine": "toy"}, 1, {"nobody": "not installed"}, [result])
+
+
+@given(ours=st.floats(0.1, 10), theirs=st.lists(st.floats(0.1, 10), min_size=1, max_size=3))
+def test_the_ratio_is_to_the_best_peer(ours, theirs):
+    (result,) = report(ours=ours, **dict(zip("ABC", theirs, strict=False))).results
+    ratios = {name: result.ratio(figures) for name, figures in result.figures.items()}
+    assert math.isclose(ratios.pop("ours"), min(theirs) / ours)
+    assert max(ratios.values()) == 1
+
+
+def test_without_peers_there_is_no_ratio():
+    found = report(ours=1.0)
+    assert found.results[0].ratio(found.results[0].figures["ours"]) is None
+    assert all(len(row) == len(COLUMNS) for row in found.rows())
+
+
+def test_json_holds_every_figure_and_every_reason():
+    found = json.loads(json.dumps(report(ours=2.0, A=1.0).as_json()))
+    (row,) = found["rows"]
+    assert row["contenders"]["absent"] == {"reason": "out of memory"}
+    assert row["contenders"]["ours"]["ratio"] == 0.5
+    assert row["contenders"]["A"]["tflops"] * 1e9 == row["flop"]
+    assert found["missing"] == {"nobody": "not installed"}
+
+
+def test_markdown_has_a_column_for_each_contender_and_a_line_for_each_problem():
+    *_, head, rule, line = report(ours=2.0, A=1.0).as_markdown().strip().splitlines()
+    assert head == "| problem | ours | A | absent |"
+    assert len({text.count("|") for text in (head, rule, line)}) == 1
+
+
+def test_json_on_stdout_is_all_that_is_there(capsys):
+    assert bench.run(options(*QUICK, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    wanted = {f"cufa {a}" for a in ALGORITHMS if a != "auto"} | {"plain", "in-place"}
+    assert [{*row["contenders"]} for row in found["rows"]] == [wanted] * 4
+    assert found["backend"] == "numpy"
+
+
+def test_the_table_names_problems_contenders_and_who_is_missing(capsys):
+    assert bench.run(options(*QUICK, "--causal", "full", "--peer", "plain")) == 0
+    said = capsys.readouterr().out
+    for text in ("float32 d8 16 full", "float32 d8 24 full", "cufa fa2", "plain", "TFLOP/s"):
+        assert text in said
+    assert "in-place" not in said
+
+
+def test_files_are_written_as_asked(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    paths = {name: tmp_path / f"bench.{name}" for name in ("json", "markdown", "plot")}
+    arguments = [text for name, path in paths.items() for text in (f"--{name}", str(path))]
+    arguments[-1] = str(tmp_path / "bench.png")
+    assert bench.run(options(*QUICK, *arguments)) == 0
+    assert len(json.loads(paths["json"].read_text())["rows"]) == 4
+    assert paths["markdown"].read_text().count("| float32") == 4
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_a_panel_for_each_kind_with_a_curve():
+    works = [workload(n, 8, causal=causal) for n, causal in ((16, True), (32, True), (16, False))]
+    results = [Result(work, {}, frozenset()) for work in works]
+    (panel,) = picture.panels_of(results).values()
+    assert panel == results[:2]
+    assert len(picture.panels_of(results[1:])) == 2  # without curves, points
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--preset", "llm", "--seqlen", "8"), "--preset llm has shapes of its own.*--seqlen"),
+        ((*QUICK, "--peer", "nobody"), "--peer is 'nobody'.*'plain'"),
+        ((*QUICK, "--only", "nothing"), "--only is 'nothing'"),
+        ((*QUICK, "--kv-heads", "3"), "--kv-heads is 3"),
+        ((*QUICK, "--json", "/no/such/folder/x"), "--json is /no/such"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_timed(arguments, said):
+    rig = rigs.Rig("numpy", np, Scripted(), host_extra_bytes, {})
+    with pytest.raises(ArgumentError, match=said):
+        bench.bench(options(*arguments), rig)
+    assert not rig.clock.bursts
+
+
+def test_asking_for_a_gpu_where_there_is_none_is_an_error(monkeypatch):
+    monkeypatch.setattr(rigs, "_obstacle", lambda: "no CUDA-capable device is detected")
+    with pytest.raises(DeviceError, match=r"no CUDA-capable device.*'numpy'"):
+        rigs.make_rig("cupy")
+    assert rigs.make_rig().backend == "numpy"
+
+
+# A layer of GPT-3
+
+
+def test_a_layer_of_gpt3_has_24_hidden_squared_for_each_token():
+    (work,) = PRESETS["gpt3"]()
+    hidden = 12288
+    assert layer.product_flop(work) == 24 * hidden**2 * 2048
+    assert work.flop == 2 * 2048**2 * hidden
+
+
+@given(attention=st.floats(0.1, 10), rest=st.floats(0.1, 10))
+def test_attention_and_the_rest_are_all_of_a_layer(attention, rest):
+    (work,) = PRESETS["gpt3"]()
+    result = Result(work, {"cufa fa2": Figures((attention,), (1.0,))}, frozenset())
+    found = layer.share(result, Figures((rest,), (1.0,)))
+    assert math.isclose(found["time_share"]["cufa fa2"] * (attention + rest), attention)
+    assert "cufa fa2" in "\n".join(layer.lines(found))
+
+
+def test_a_layer_whose_products_cannot_be_timed_is_counted_still():
+    (work,) = PRESETS["gpt3"]()
+    rig = rigs.Rig("numpy", np, Scripted(), host_extra_bytes, {})
+    found = layer.share(Result(work, {}, frozenset()), layer.time_products(rig, work, 1))
+    assert 0 < found["flop_share"] < 1
+    assert "there is no GPU" in layer.lines(found)[-1]
+
+
+# On a card
+
+ON_CARD = [
+    workload(96, 64, dtype=dtype, causal=causal, batch=2, heads=4, kv_heads=kv_heads)
+    for dtype, kv_heads in (("float16", 4), ("bfloat16", 2), ("float32", 4))
+    for causal in (False, True)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", [p for p in PEERS if p.backend == "cupy"], ids=lambda p: p.name)
+@pytest.mark.parametrize("work", ON_CARD, ids=str)
+def test_a_peer_computes_the_same_attention(cupy, peer, work):
+    _, missing = peers.open_all([peer])
+    if missing:
+        pytest.skip(missing[peer.name])
+    rig = rigs.make_rig("cupy")
+    with rig.stream():
+        (arrays,) = draw(cupy, work)
+        try:
+            contender = peer.contender(peer.open(), work, [arrays])
+            with contender.around():
+                out = contender.calls[0]()
+        except (UnsupportedError, RuntimeError, ValueError) as error:
+            pytest.skip(f"refuses: {error}")
+        out = as_numpy(out[0] if isinstance(out, tuple) else out, work)
+    wanted = exact(*map(to_numpy, arrays[:3]), causal=work.causal)
+    # Other people's kernels may round more often than ours; another layout would be far off.
+    assert (abs(out - wanted.out) <= 8 * wanted.out_bound.max()).all()
+
+
+def as_numpy(out: Any, work: Workload) -> Any:
+    """A peer's result in host memory and our layout."""
+    host = out.float().cpu().numpy() if hasattr(out, "cpu") else np.asarray(out, np.float32)
+    return host if host.shape[1] == work.heads else host.swapaxes(1, 2)
+
+
+@pytest.mark.gpu
+def test_cufa_is_timed_on_a_card(cupy):
+    rig = rigs.make_rig("cupy")
+    work = workload(512, 64, dtype="float16", batch=1)
+    with rig.stream():
+        result = bench.measure(rig, work, ["fa2"], [], 2)
+        (arrays,) = draw(cupy, work)
+        out = peers.ours("fa2", work, [arrays], rig.extra_bytes).calls[0]()
+    assert result.figures["cufa fa2"].median_ms > 0
+    assert_within_rounding(to_numpy(out), exact(*map(to_numpy, arrays[:3])))
+
+
+@pytest.mark.gpu
+def test_extra_memory_on_a_card_is_what_a_call_holds_beyond_its_result(cupy):
+    def call() -> Any:
+        scratch = cupy.zeros(1 << 20, "u1")
+        return scratch[: 1 << 10].copy()
+
+    assert rigs.make_rig("cupy").extra_bytes(call) == 1 << 20
+
+
+@pytest.mark.gpu
+def test_a_call_that_waits_for_the_card_does_not_hang_a_burst(cupy):
+    rig = rigs.make_rig("cupy")
+    with rig.stream():
+        calls = [lambda: cupy.cuda.get_current_stream().synchronize()]
+        assert rig.clock.burst(Contender("waits", calls), 1).ms >= 0

@@ -1,0 +1,517 @@
+"""`python -m cufa tune` and its files: what is tried, what wins, what is written and refused.
+
+No GPU: kernels run in the emulator or not at all, and a scripted clock says what each tile takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import build as emulator_build
+from emulator.machine import attention as emulated_attention
+from emulator.machine import emulator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cufa
+from cufa.arrays import Arrays, sign
+from cufa.bounds import exact
+from cufa.errors import ArgumentError, BuildError, DeviceError
+from cufa.gpu import build, config, launch, tuning
+from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_config, smem_bytes
+from cufa.gpu.device import Device
+from cufa.gpu.plan import KernelKey
+from cufa.testing import assert_within_rounding, to_numpy
+from cufa.tools import race, tune
+from cufa.tools.candidates import _RULES, candidates
+from cufa.tools.race import Bench, key_of, row_of
+from cufa.tools.rigs import Rig
+from cufa.tools.timing import Burst, Contender
+from cufa.tools.workloads import draw, workload
+
+CARD = Device.of_arch(90)
+#: Two lengths of one head dim: quick to compute on the CPU, which stands in for kernels.
+SMALL = (
+    "--seqlen",
+    "40",
+    "80",
+    "--head-dim",
+    "64",
+    "--batch",
+    "1",
+    "--heads",
+    "2",
+    "--rounds",
+    "2",
+)
+TILES = [Config(64, 64, 128, 1, 1), Config(64, 32, 128, 1, 2), Config(128, 64, 256, 1, 1)]
+
+
+class Scripted:
+    """A clock on which a tile takes what a function of it says, in milliseconds."""
+
+    def __init__(self, cost: Callable[[Config], float]) -> None:
+        self.cost = cost
+        self.timed: list[Config] = []
+
+    def burst(self, contender: Contender, count: int) -> Burst:
+        tile = Config(*map(int, re.findall(r"=(\d+)", contender.name)))
+        self.timed.append(tile)
+        return Burst(self.cost(tile), 1.0)
+
+
+def bench_of(
+    cost: Callable[[Config], float] = lambda tile: 1.0,
+    attention: Callable[..., Any] = cufa.attention,
+    compile: Callable[[KernelKey], str] = lambda key: "0 bytes spill stores",
+    now: Callable[[], float] = lambda: 0.0,
+) -> Bench:
+    """A bench without a card."""
+    rig = Rig("numpy", np, Scripted(cost), lambda call: 0, {})
+    return Bench(rig, CARD, attention, compile, now)
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    """A command line of the tool."""
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    return parser.parse_args([*SMALL, *arguments])
+
+
+def tile_in_use() -> Config:
+    """Of the one row that a candidate is tried with."""
+    (row,) = config.tuned.rows
+    return row.config
+
+
+@pytest.fixture(autouse=True)
+def _built_in_table() -> Iterator[None]:
+    with tuning.using(Tuned()):
+        yield
+
+
+@pytest.fixture
+def three_tiles(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """What is tried, for tests that try little."""
+    monkeypatch.setattr(tune, "candidates", lambda *_: TILES)
+    return TILES
+
+
+# What is tried
+
+SHAPES = [
+    ("fa2_fwd", "bfloat16", 64, 64),
+    ("fa2_fwd", "float16", 96, 128),
+    ("fa2_fwd", "bfloat16", 256, 256),
+    ("fa2_fwd_simt", "float32", 192, 192),
+    ("fa2_fwd_simt", "float64", 64, 192),
+]
+
+
+def tried(kernel: str, dtype: str, d: int, dv: int) -> tuple[Config, list[Config]]:
+    """The tile in force for some shape, and its candidates."""
+    first = find_config(kernel, dtype, d, dv, 4096, Scores.OPEN, False, CARD)
+    return first, candidates(kernel, dtype, d, dv, CARD, first)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_candidates_are_many_and_the_card_has_room_for_each(shape):
+    kernel, dtype, d, dv = shape
+    first, found = tried(*shape)
+    assert len(set(found) - {first}) == len(found) > 20
+    for tile in found:
+        assert smem_bytes(kernel, tile, dtype, d, dv) <= CARD.shared_memory
+        assert tile.threads * tile.blocks_per_sm <= 2048
+
+
+@pytest.mark.parametrize("kernel", _RULES)
+def test_a_kernel_asserts_no_more_than_the_candidates_keep_to(kernel):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    dtype, d, dv = next(shape[1:] for shape in SHAPES if shape[0] == kernel)
+    first, found = tried(kernel, dtype, d, dv)
+    work = workload(4096, d, dtype=dtype, head_dim_v=dv)
+    key = key_of(work, CARD, "auto")
+    assert key.config == first
+    for tile in found[3 :: max(1, len(found) // 2)]:
+        code, _ = build.compile_key(key._replace(config=tile))
+        assert code
+
+
+# What wins
+
+
+@settings(max_examples=30)
+@given(
+    fast=st.sampled_from([0.5, 0.98, 0.995, 0.9999, 1.0, 1.2]),
+    place=st.integers(0, 39),
+    slower=st.floats(1.0, 4.0),
+)
+def test_the_fastest_tile_wins_unless_it_is_hardly_faster(fast, place, slower):
+    work = workload(40, 64, batch=1, heads=1)
+    key = key_of(work, CARD, "auto")
+    tiles = tried("fa2_fwd", "bfloat16", 64, 64)[1][:40]
+    bench = bench_of(lambda tile: {tiles[place]: fast, key.config: 1.0}.get(tile, slower))
+    found = race.race(bench, work, key, tiles, "auto", 2, 1.0)
+    assert found.winner == (tiles[place] if fast < 0.99 else key.config)
+    assert found.tried == 41
+    assert found.gain == 1 / min(fast, 1) if fast < 0.99 else found.gain == 1
+
+
+def test_a_tile_that_is_wrong_spills_or_does_not_compile_is_not_timed(three_tiles):
+    right, wrong, spilling = three_tiles
+
+    def attention(*arrays: Any, **how: Any) -> Any:
+        out = cufa.attention(*arrays, **how)
+        return out + out.dtype.type(1) if tile_in_use() == wrong else out
+
+    def compile(key: KernelKey) -> str:
+        if key.right:
+            raise BuildError("static assertion failed")
+        return f"ptxas info: {4 if key.config == spilling else 0} bytes spill stores"
+
+    bench = bench_of(lambda tile: 0.5 if tile in three_tiles else 1.0, attention, compile)
+    full, _, causal, _ = tune.search(options(), bench, 1.0)
+    assert {*bench.rig.clock.timed} == {right, full.key.config, causal.key.config}
+    assert full.winner == right
+    assert causal.winner == causal.key.config
+
+
+def test_when_time_is_up_what_is_in_force_stays(tmp_path):
+    ticks = iter(range(0, 10**9, 1000))
+    bench = bench_of(lambda tile: 1 / tile.block_m, now=lambda: float(next(ticks)))
+    out = tmp_path / "late.json"
+    assert tune.tune(options("--budget", "1", "--out", str(out)), bench) == 0
+    assert {*bench.rig.clock.timed} == {key_of(workload(40, 64), CARD, "auto").config}
+    tuning.read(out, [CARD.name])
+
+
+@pytest.mark.skipif(emulator_build.obstacle() is not None, reason=str(emulator_build.obstacle()))
+def test_tiles_are_checked_in_the_kernel_itself():
+    machine = emulator(90)
+    seen: list[Any] = []
+
+    def attention(*arrays: Any, **how: Any) -> Any:
+        seen.append(tile_in_use())
+        return emulated_attention(machine, *arrays, **how)
+
+    bench = bench_of(attention=attention)
+    work = workload(40, 64)
+    key = key_of(work, CARD, "auto")
+    for tile in TILES[:2]:
+        assert race.is_right(bench, work, key, tile, "auto")
+    assert seen == TILES[:2]
+
+
+def test_tiles_are_checked_with_the_head_dims_that_they_are_timed_with(three_tiles):
+    seen = set()
+
+    def attention(q: Any, k: Any, v: Any, **how: Any) -> Any:
+        seen.add((q.dtype.name, q.shape[-1], v.shape[-1]))
+        return cufa.attention(q, k, v, **how)
+
+    shape = ("--head-dim", "60", "--head-dim-v", "44", "--dtype", "float16")
+    tune.search(options(*shape), bench_of(attention=attention), 1.0)
+    assert seen == {("float16", 60, 44)}
+
+
+def test_a_shape_that_does_not_run_at_all_is_an_error(three_tiles):
+    def attention(*arrays: Any, **how: Any) -> Any:
+        raise MemoryError("out of memory")
+
+    with pytest.raises(DeviceError, match=r"bfloat16 d64 40 full.*out of memory"):
+        tune.search(options(), bench_of(attention=attention), 1.0)
+
+
+def test_a_kernel_that_does_not_serve_the_shape_is_refused():
+    with pytest.raises(ArgumentError, match="--kernel is fa2_fwd_simt, and fa2_fwd is what serves"):
+        tune.search(options("--kernel", "fa2_fwd_simt"), bench_of(), 1.0)
+
+
+# What is written
+
+
+def tuned_file(path: Path, *arguments: str) -> Path:
+    """A file by a bench on which narrow tiles are fast."""
+    bench = bench_of(lambda tile: tile.block_n + tile.blocks_per_sm / 8)
+    assert tune.tune(options("--out", str(path), *arguments), bench) == 0
+    return path
+
+
+def config_at(seqlen: int, head_dim: int = 64, causal: bool = False, **more: Any) -> Config:
+    """Of bfloat16 on the card."""
+    return cufa.get_best_config(seqlen, head_dim=head_dim, dtype="bfloat16", causal=causal, **more)
+
+
+def test_a_file_gives_each_length_its_winner_and_says_why(tmp_path, three_tiles, capsys):
+    path = tmp_path / "t.json"
+    # The smallest wins at 40; at 80 the clock, which cannot tell lengths apart, gives the same.
+    tuned_file(path)
+    assert str(path) in capsys.readouterr().out
+    content = json.loads(path.read_text())
+    assert content["card"] == CARD.name
+    assert content["cufa"] == cufa.__version__
+    for row in content["rows"]:
+        for figures in row["measured"]:
+            (tile,) = [t for t in figures["tiles"] if {**row["config"]}.items() <= t.items()]
+            assert tile["median_ms"] == min(t["median_ms"] for t in figures["tiles"])
+    before = [config_at(n) for n in (19, 20)]
+    cufa.load_tuning(path)
+    assert [config_at(n) for n in (19, 20)] == before  # below half of the shortest
+    assert [config_at(n) for n in (40, 80, 10**6)] == [TILES[1]] * 3
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=4, unique=True).map(sorted),
+    data=st.data(),
+)
+def test_a_tile_holds_where_it_was_measured_and_the_table_well_below(lengths, data):
+    findings = []
+    for n in lengths:
+        work = workload(n, 128, causal=True)
+        key = key_of(work, CARD, "auto")
+        winner = data.draw(st.sampled_from([*TILES, key.config]))
+        findings.append(race.Finding(work, key, winner, {}, 1))
+    rows, measured = tune.table(findings, CARD)
+    assert len(rows) == len(measured)
+    bounds = [row.seqlen for row in rows]
+    assert bounds == sorted({*bounds})
+    assert bounds[-1] == ANY
+    below = [n for n in {1, *LENGTHS, lengths[0] // 2} if 1 <= n <= lengths[0] // 2]
+    built_in = {n: config_at(n, 128, True) for n in below}
+    with tuning.using(Tuned(tuple(rows), (CARD.name,))):
+        for finding in findings:
+            assert config_at(finding.work.seqlen_q, 128, True) == finding.winner
+        assert {n: config_at(n, 128, True) for n in below} == built_in
+
+
+# What a file does
+
+
+class Recorder:
+    """A machine that runs nothing, and keeps the tiles that it was asked to."""
+
+    def __init__(self) -> None:
+        self.tiles: list[Config] = []
+
+    def device(self, ordinal: int) -> Device:
+        return CARD
+
+    def kernel(self, key: KernelKey, ordinal: int) -> Any:
+        return key
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return np.empty(shape, dtype)
+
+    def contiguous(self, a: Any, dtype: str | None) -> Any:
+        return np.ascontiguousarray(a, dtype)
+
+    def launch(self, kernel: Any, step: Any, buffers: Any) -> None:
+        self.tiles.append(kernel.config)
+
+
+def test_the_next_call_uses_what_was_loaded_and_none_returns_to_the_table(tmp_path, three_tiles):
+    first, second = (tuned_file(tmp_path / name) for name in ("a.json", "b.json"))
+    machine = Recorder()
+    q = np.zeros((1, 2, 80, 64), np.float16)
+    call = sign(Arrays(q, q, q), False, None, None, None, "bhsd", False, "auto")
+
+    def tile() -> Config:
+        launch.run(machine, call, Arrays(q, q, q))
+        return machine.tiles[-1]
+
+    built_in = tile()
+    for file in (first, None, second, first, None):
+        cufa.load_tuning(file)
+        assert tuning.in_force() == (None if file is None else str(file))
+        assert tile() == (built_in if file is None else TILES[1])
+    assert built_in != TILES[1]
+
+
+head_dims = st.sampled_from([32, 64, 96, 128, 256])
+
+
+@given(
+    measured=st.tuples(head_dims, head_dims),
+    asked=st.tuples(head_dims, head_dims),
+    arch=st.sampled_from([80, 90, 100]),
+    window=st.booleans(),
+    seqlen=st.integers(0, 10**5),
+)
+def test_rows_hold_for_their_architecture_head_dims_and_scores(
+    measured, asked, arch, window, seqlen
+):
+    head_dim, head_dim_v = measured
+    tile = Config(16, 16, 32, 1, 4)  # small enough for all
+    key = key_of(workload(64, head_dim, head_dim_v=head_dim_v), CARD, "auto")
+    given = dict(head_dim=asked[0], head_dim_v=asked[1], arch=arch, window=window)
+    before = config_at(seqlen, **given)
+    with tuning.using(Tuned((row_of(key, tile),), (CARD.name,))):
+        after = config_at(seqlen, **given)
+    alike = max(measured) == max(asked) and (len({*measured}) == len({*asked}))
+    assert after == (tile if alike and arch == 90 and not window else before)
+
+
+def test_rows_hold_for_their_card_alone():
+    key = key_of(workload(64, 64), CARD, "auto")
+    before = config_at(64)
+    with tuning.using(Tuned((row_of(key, TILES[1]),), ("another card (sm_90)",))):
+        assert config_at(64) == before != TILES[1]
+
+
+def test_warmup_compiles_the_tiles_of_a_file(monkeypatch):
+    key = key_of(workload(64, 64), CARD, "auto")
+    seen: list[KernelKey] = []
+    monkeypatch.setattr(build, "ensure_cached", seen.append)
+    rows = tuple(row_of(key, tile, n) for tile, n in zip(TILES, (100, 777, ANY), strict=True))
+    with tuning.using(Tuned(rows, (CARD.name,))):
+        cufa.warmup(head_dim=64, dtype="bfloat16", causal=False, arch=90)
+    assert {key.config for key in seen} == {*TILES}
+
+
+def test_a_file_is_read_by_a_new_process(tmp_path, three_tiles):
+    file = tuned_file(tmp_path / "t.json")
+    done = python(PRINT_TILE, CUFA_TUNING=str(file))
+    assert done.stdout.strip() == str(TILES[1]), done.stderr
+    assert python(PRINT_TILE).stdout.strip() == str(config_at(80))
+    file.write_text("{")
+    refused = python(PRINT_TILE, CUFA_TUNING=str(file))
+    assert refused.returncode
+    assert f"ArgumentError: tuning file {file} cannot be read" in refused.stderr
+
+
+PRINT_TILE = "import cufa; print(cufa.get_best_config(80, dtype='bfloat16'))"
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+# What is refused
+
+
+def test_rows_have_the_columns_of_the_table():
+    assert tuple(tuning._COLUMNS) == _Row._fields
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a file that is in order."""
+    key = key_of(workload(64, 64), CARD, "auto")
+    path = tmp_path_factory.mktemp("tuning") / "t.json"
+    tuning.write(path, CARD, [row_of(key, TILES[0], 512), row_of(key, TILES[1])], [[], []])
+    return json.loads(path.read_text())
+
+
+def changed(content: Any, place: tuple[Any, ...], value: Any) -> Any:
+    """The content with another value in one place."""
+    content = copy.deepcopy(content)
+    inner = content
+    for step in place[:-1]:
+        inner = inner[step]
+    inner[place[-1]] = value
+    return content
+
+
+def read(tmp_path: Path, content: Any, cards: list[str]) -> Tuned:
+    """What a file with this content gives on a machine with these cards."""
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(content))
+    return tuning.read(path, cards)
+
+
+def test_what_is_written_is_what_is_read(tmp_path, content):
+    found = read(tmp_path, content, [CARD.name])
+    key = key_of(workload(64, 64), CARD, "auto")
+    assert found.rows == (row_of(key, TILES[0], 512), row_of(key, TILES[1]))
+    assert found.devices[0] == CARD.name
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("format",), 2, "does not say that it is a tuning file of format 1"),
+        (("cufa",), "0.0.1", f"is for cufa 0.0.1, and this is {cufa.__version__}"),
+        (("kernels", "fa2_fwd"), "0" * 32, "was measured with another fa2_fwd"),
+        (("rows", 1, "kernel"), "fa9", "has 'fa9' in row 1, kernel; it must be one of"),
+        (("rows", 0, "config", "threads"), 0, "has 0 in row 0, config, threads"),
+        (("rows", 0, "config", "warps"), 4, "has in row 0, config other columns than block_m"),
+        (("rows", 0, "causal"), 1, "has 1 in row 0, causal"),
+        (("rows", 0, "arch"), 80, "is for sm_90, but its row 0 for sm_80"),
+        (("rows",), {}, "has no list of rows"),
+        (("arch",), None, "has arch None; it must be of type int"),
+    ],
+)
+def test_a_file_that_is_stale_or_malformed_is_refused(tmp_path, content, place, value, said):
+    before = config.tuned
+    with pytest.raises(ArgumentError, match=re.escape(said)) as error:
+        read(tmp_path, changed(content, place, value), [CARD.name])
+    assert str(tmp_path) in str(error.value)
+    assert config.tuned is before
+
+
+def test_a_file_for_another_card_is_refused(tmp_path, content):
+    with pytest.raises(DeviceError, match=r"is for sm_90, and this machine has NVIDIA A100"):
+        read(tmp_path, content, ["NVIDIA A100 (sm_80)"])
+
+
+def test_without_a_card_a_file_is_for_whoever_compiles_ahead(tmp_path, content):
+    assert read(tmp_path, content, []).rows
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ArgumentError, match=r"nothing\.json cannot be read"):
+        cufa.load_tuning(tmp_path / "nothing.json")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(data=st.data(), value=JSON)
+def test_no_content_raises_anything_else(tmp_path_factory, content, data, value):
+    rows = st.tuples(st.just("rows"), st.sampled_from([0, 1]), st.sampled_from(_Row._fields))
+    place = data.draw(st.sampled_from(sorted(content)).map(lambda name: (name,)) | rows)
+    whole = data.draw(st.booleans())
+    folder = tmp_path_factory.getbasetemp()
+    given = value if whole else changed(content, place, value)
+    assert isinstance(outcome(folder, given), (Tuned, ArgumentError, DeviceError))
+
+
+def outcome(folder: Path, content: Any) -> Any:
+    """What reading gives or raises."""
+    try:
+        return read(folder, content, [CARD.name])
+    except Exception as error:
+        return error
+
+
+# On a card
+
+
+@pytest.mark.gpu
+def test_a_card_is_tuned_and_its_file_gives_right_results(cupy, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "candidates", lambda *arguments: candidates(*arguments)[:6])
+    out = tmp_path / "card.json"
+    chosen = ("--seqlen", "512", "--dtype", "float16", "--budget", "60", "--out", str(out))
+    assert tune.run(options(*chosen)) == 0
+    cufa.load_tuning(out)
+    ((q, k, v, _),) = draw(cupy, workload(600, 64, dtype="float16", batch=1, heads=2))
+    got = cufa.attention(q, k, v, causal=True)
+    assert_within_rounding(got, exact(*map(to_numpy, (q, k, v)), causal=True))

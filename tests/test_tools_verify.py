@@ -1,0 +1,319 @@
+"""``python -m cufa verify``: finds what is wrong, and says how to see it again."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import cufa
+from cufa import ArgumentError
+from cufa.arrays import Arrays, are_aligned, sign
+from cufa.bounds import Error, worst_error
+from cufa.gpu import launch
+from cufa.gpu.device import Device
+from cufa.gpu.registry import KERNELS
+from cufa.testing import FEATURES, Case, assert_within_rounding, cases
+from cufa.tools import cli
+from cufa.tools.backends import Backend, find_backends
+from cufa.tools.script import make_script
+from cufa.tools.search import Wish, search
+from cufa.tools.verify import Tally
+
+CPU = Backend(np, None)
+#: NumPy arrays in the place of a card's: which kernel serves them is asked as for the card's.
+CARD = Backend(np, Device.of_arch(90))
+#: A fault for a process that has a sitecustomize.py of this on its path.
+FAULT = """
+import cufa
+right = cufa.attention
+def wrong(q, k, v, **options):
+    out, lse = right(q, k, v, **options)
+    if options["softcap"] and k.strides[-2] < 0:
+        out = out + out.dtype.type(1)
+    return out, lse
+cufa.attention = wrong
+"""
+
+
+class Seen(list):
+    """What a search observed of the calls that were right."""
+
+    def right(self, kernel, dtype, error):
+        self.append((kernel, dtype, error))
+
+    def wrong(self):
+        pass
+
+
+def find(attention=cufa.attention, backends=(CPU,), **wish):
+    """A failure, and what was observed before it."""
+    seen = Seen()
+    return search(attention, backends, Wish(**{"seed": 1, "max_examples": 100, **wish}), seen), seen
+
+
+def test_a_right_attention_passes_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("verify", "--max-examples", "50")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "float16" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_is_shrunk_to_a_script_that_shows_it(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(FAULT)
+    done = run("verify", "--max-examples", "2000", "--dtype", "float32", path=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    text = done.stdout[done.stdout.index("import numpy") :]
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    package = str(Path(cufa.__file__).parents[1])
+
+    def outcome(*paths: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    again = outcome(str(tmp_path), package)
+    assert again.returncode == 1
+    assert "out is wrong" in again.stderr
+    (tmp_path / "sitecustomize.py").unlink()
+    right = outcome(package)
+    assert right.returncode == 0, right.stderr
+
+
+def test_a_failure_is_made_small():
+    def wrong(q, k, v, **options):
+        out, lse = cufa.attention(q, k, v, **options)
+        return out + (options["layout"] == "bshd" and q.shape[-1] > 40), lse
+
+    failure, _ = find(wrong, dtypes=["float64"])
+    case = failure.case
+    assert case.layout == "bshd"
+    assert 40 < case.head_dim <= 64
+    assert (case.batch, case.heads, case.seqlen_q, case.seqlen_k) == (1, 1, 1, 1)
+    assert not any(getattr(case, feature) for feature in FEATURES)
+    assert failure.doubt is None
+
+
+def test_an_attention_that_raises_fails():
+    def broken(*arrays, **options):
+        raise cufa.UnsupportedError("no kernel")
+
+    failure, seen = find(broken)
+    assert isinstance(failure.error, cufa.UnsupportedError)
+    assert not seen
+
+
+def test_a_failure_that_comes_and_goes_is_said_to():
+    calls = []
+
+    def moody(*arrays, **options):
+        calls.append(None)
+        out, lse = cufa.attention(*arrays, **options)
+        return (out, lse.astype("int8")) if len(calls) == 7 else (out, lse)
+
+    failure, _ = find(moody)
+    assert "not fail every time" in failure.doubt
+
+
+def test_after_an_error_of_the_driver_nothing_more_is_tried():
+    calls = []
+    broken = type("CUDARuntimeError", (RuntimeError,), {"__module__": "cupy_backends.cuda.api"})
+
+    def breaking(*arrays, **options):
+        calls.append(None)
+        if len(calls) == 5:
+            raise broken("an illegal memory access was encountered")
+        return cufa.attention(*arrays, **options)
+
+    failure, seen = find(breaking)
+    assert isinstance(failure.error, broken)
+    assert "may take no more work" in failure.doubt
+    assert len(calls) == 5 == len(seen) + 1
+
+
+def test_a_fault_of_the_oracle_is_no_fault_of_attention(monkeypatch):
+    def broken(*arrays, **options):
+        raise FloatingPointError
+
+    monkeypatch.setattr("cufa.tools.search.exact", broken)
+    with pytest.raises(FloatingPointError):
+        find()
+
+
+def test_the_same_seed_draws_the_same_problems():
+    def drawn(seed):
+        return [error for *_, error in find(seed=seed, max_examples=30)[1]]
+
+    assert drawn(5) == drawn(5)
+    assert drawn(5) != drawn(6)
+
+
+def test_time_ends_a_search():
+    failure, seen = find(seconds=0, max_examples=1 << 40)
+    assert failure is None
+    assert not seen
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_only_the_dtype_wished_for_is_drawn(dtype):
+    assert {seen[1] for seen in find(dtypes=[dtype], max_examples=20)[1]} == {dtype}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "fa2_fwd", "fa2_fwd_simt"])
+def test_only_the_kernel_wished_for_is_held(kernel):
+    _, seen = find(backends=(CPU, CARD), kernels=[kernel], max_examples=20)
+    assert {name for name, *_ in seen} == {kernel}
+
+
+def test_a_kernel_that_serves_nothing_here_is_an_error():
+    old = Backend(np, Device.of_arch(75))
+    with pytest.raises(ArgumentError, match=r"kernel is fa2_fwd; no problem of float64"):
+        find(backends=(old,), kernels=["fa2_fwd"], dtypes=["float64"], max_examples=5)
+
+
+@pytest.mark.parametrize("option", [["--max-examples", "0"], ["--max-examples=-3"]])
+def test_no_examples_are_an_error(option, capsys):
+    assert cli.main(["verify", *option]) == 2
+    assert "it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_kernel_that_takes_no_dtype_wished_for_is_an_error(monkeypatch, capsys):
+    in_16_bits = [spec for spec in KERNELS if spec.dtypes == ("float16", "bfloat16")]
+    monkeypatch.setattr("cufa.tools.verify.KERNELS", in_16_bits)
+    assert cli.main(["verify", "--kernel", "fa2_fwd", "--dtype", "float64"]) == 2
+    assert "dtype is float64; fa2_fwd takes float16, bfloat16" in capsys.readouterr().err
+
+
+def test_a_kernel_of_the_gpu_needs_one(monkeypatch, capsys):
+    monkeypatch.setattr("cufa.tools.verify.find_backends", lambda: [CPU])
+    assert cli.main(["verify", "--kernel", "fa2_fwd"]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+@settings(max_examples=40)
+@given(case=cases(max_elements=1 << 16))
+def test_the_script_makes_the_case_it_is_about(case):
+    text = make_script(case, "numpy")
+    made = text[: text.index("q, k, v =")]
+    names: dict[str, object] = {}
+    exec(made, names)
+    assert names["case"] == case
+    compile(make_script(case, "cupy"), "script", "exec")
+
+
+class Recorder:
+    """A machine of NumPy arrays that runs nothing."""
+
+    def __init__(self):
+        self.launched = []
+
+    def device(self, ordinal):
+        return CARD.device
+
+    def kernel(self, key, ordinal):
+        return key.kernel
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def contiguous(self, a, dtype):
+        return np.ascontiguousarray(a, dtype)
+
+    def launch(self, kernel, step, buffers):
+        self.launched.append(kernel)
+
+
+def rendered(tally):
+    """What a terminal shows of it."""
+    console = Console(file=io.StringIO(), width=100)
+    console.print(tally)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ({"max_examples": 10}, "of 10 problems, seed 3"),
+        ({"seconds": 5}, "of 5 s, seed 3"),
+        ({"max_examples": 10, "seconds": 5}, "of 10 problems or 5 s, seed 3"),
+    ],
+)
+def test_what_is_shown_meanwhile_is_the_worst_error_so_far(limits, shown):
+    tally = Tally(Wish(seed=3, **limits))
+    for fraction in (0.125, 0.5, 0.25):
+        tally.right("cpu", "float16", Error(absolute=1e-3, fraction=fraction))
+    text = rendered(tally)
+    assert "3 calls" in text
+    assert shown in text
+    assert ["cpu", "float16", "3", "0.500"] in [line.split() for line in text.splitlines()]
+
+
+def test_shrinking_is_shown():
+    tally = Tally(Wish(seed=3, max_examples=10))
+
+    def broken(*arrays, **options):
+        raise cufa.UnsupportedError("no kernel")
+
+    search(broken, [CPU], Wish(seed=3, max_examples=10), tally)
+    assert "WRONG" in rendered(tally)
+
+
+def test_the_table_at_the_end_has_the_quantiles_of_the_errors(capsys):
+    tally = Tally(Wish(seed=3))
+    for n in range(101):
+        tally.right("cpu", "float16", Error(absolute=n, fraction=n / 100))
+    tally.show()
+    want = ["cpu", "float16", "101", "0.500", "0.900", "0.990", "1.000"]
+    want += ["5.0e+01", "9.0e+01", "9.9e+01", "1.0e+02"]
+    assert want in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+@given(case=cases(batch=1, seqlen_q=st.integers(1, 200)))
+def test_the_kernel_named_is_the_one_launched(case):
+    arrays, options = case.arrays(np), case.options(np)
+    machine = Recorder()
+    given = {n: a for n, a in options.items() if n in Arrays._fields}
+    plain = {n: a for n, a in options.items() if n not in Arrays._fields}
+    held = Arrays(*arrays, **given)
+    call = sign(held, **plain, return_lse=True, algorithm="auto")
+    launch.run(machine, call._replace(aligned=are_aligned(held)), held)
+    assert machine.launched == [CARD.kernel(*arrays, **options)]
+
+
+@settings(max_examples=30)
+@given(case=cases(max_elements=1 << 16), part=st.floats(0, 3))
+def test_an_error_above_its_bound_is_what_the_assertion_refuses(case, part):
+    expected = case.exact()
+    wide = expected._replace(dtype=np.dtype("float64"))  # so that the shift is not rounded
+    result = expected.out + part * expected.out_bound, expected.lse
+    fraction = worst_error(result, wide).fraction
+    try:
+        assert_within_rounding(result, wide)
+    except AssertionError:
+        assert fraction > 1
+    else:
+        assert fraction <= 1
+
+
+@pytest.mark.gpu
+def test_kernels_of_the_gpu_are_held(cupy):
+    backends = [backend for backend in find_backends() if backend.device]
+    failure, seen = find(backends=backends, max_examples=40)
+    assert failure is None, failure
+    assert "fa2_fwd_simt" in {name for name, *_ in seen}
+
+
+@pytest.mark.gpu
+def test_a_script_for_the_gpu_runs(cupy):
+    exec(make_script(Case(causal=True, softcap=10.0), "cupy"), {})

@@ -1,0 +1,45 @@
+"""``python -m cufa warmup``."""
+
+from __future__ import annotations
+
+import pytest
+
+import cufa
+from cufa.tools import cli
+
+ONE = {"head_dim": 32, "dtype": "float16", "causal": False, "arch": 90}
+ONE_LINE = ["warmup", "--arch", "90", "--head-dim", "32", "--dtype", "float16", "--causal", "no"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_the_command_compiles_what_the_function_does(folder, capsys):
+    assert cli.main(ONE_LINE) == 0
+    kept = sorted(folder.iterdir())
+    assert kept
+    assert f"{len(kept)} kernels are ready in {folder}" in capsys.readouterr().out
+    assert cufa.warmup(**ONE) == len(kept)
+    assert sorted(folder.iterdir()) == kept
+
+
+def test_a_feature_is_a_switch(folder):
+    cli.main(ONE_LINE)
+    plain = set(folder.iterdir())
+    cli.main([*ONE_LINE, "--softcap", "--alibi-slopes", "--bias", "float32"])
+    assert set(folder.iterdir()) > plain
+
+
+def test_progress_counts_up_to_all_kernels():
+    told = []
+    both = {**ONE, "causal": (False, True)}
+    total = cufa.warmup(**both, progress=lambda *counts: told.append(counts))
+    assert told == [(ready, total) for ready in range(total + 1)]
+
+
+def test_an_architecture_that_is_too_old_is_a_line(capsys):
+    assert cli.main(["warmup", "--arch", "60"]) == 2
+    assert capsys.readouterr().err == "cufa: arch is 60; it must be at least 70\n"
