@@ -448,7 +448,10 @@ def test_a_scale_does_not_take_queries_out_of_range(xp):
 def test_float64_slopes_may_be_huge(xp, dtype):
     problem = case(6, dtype=dtype, layout="bhsd")
     out, _ = check(xp, problem, alibi_slopes=np.full(2, 1e39))
-    np.testing.assert_array_equal(to_numpy(out), problem.arrays(np)[2])
+    v = problem.arrays(np)[2]
+    # On a card a float32 is the sum of two TF32 numbers, which may lack its last bit.
+    room = np.spacing(abs(v)) if dtype == "float32" else 0
+    assert (abs(to_numpy(out) - v) <= room).all()
 
 
 @pytest.mark.parametrize("sink", [1e39, -1e39])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -249,8 +250,10 @@ assert_within_rounding(result, exact(q.get(), k.get(), v.get()))
 @pytest.mark.gpu
 def test_the_pools_limit_counts(cupy):
     pool = cupy.get_default_memory_pool()
-    before, q = pool.get_limit(), cupy.zeros((16, 2048, 64), "float16")
+    before = pool.get_limit()
     pool.free_all_blocks()
+    seqlen = math.isqrt((pool.free_bytes() + (64 << 20)) // 64)  # 16 heads of 4 bytes a score
+    q = cupy.zeros((16, seqlen, 64), "float16")
     try:
         pool.set_limit(size=pool.total_bytes() + (32 << 20))
         with pytest.raises(cufa.OutOfMemoryError, match=r"are free on GPU 0; .*fa2"):

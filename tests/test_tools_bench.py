@@ -366,6 +366,7 @@ def test_a_peer_computes_the_same_attention(cupy, peer, work):
             contender = peer.contender(peer.open(), work, [arrays])
             with contender.around():
                 out = contender.calls[0]()
+            cupy.cuda.get_current_stream().synchronize()
         except (UnsupportedError, RuntimeError, ValueError) as error:
             pytest.skip(f"refuses: {error}")
         out = as_numpy(out[0] if isinstance(out, tuple) else out, work)

@@ -12,6 +12,7 @@ import cufa
 from cufa.gpu import cache, survey
 from cufa.gpu.config import tuned_arch
 from cufa.gpu.device import Device
+from cufa.gpu.registry import KERNELS
 from cufa.tools import cli, info
 
 
@@ -118,6 +119,6 @@ def test_every_card_is_shown_and_tested(cupy):
     places = {f"GPU {number}" for number in range(count)}
     kernels = {test["kernel"] for test in facts["self_test"] if test["place"] in places}
     assert {"CPU"} | places == {test["place"] for test in facts["self_test"]}
-    assert {"fa2_fwd_simt"} <= kernels
+    assert kernels <= {spec.name for spec in KERNELS} and kernels
     assert all(test["passed"] for test in facts["self_test"]), facts["self_test"]
     assert all(part["version"] for part in facts["parts"]), facts["parts"]

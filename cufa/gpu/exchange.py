@@ -82,6 +82,8 @@ class Lent:
 
     def __init__(self, a: Array, importer: Any) -> None:
         self._a = a
+        with a.device:
+            self._home = _current_stream()
         torch = sys.modules.get("torch")
         self._reads_in_named_stream = torch is not None and importer is torch.from_dlpack
 
@@ -91,7 +93,7 @@ class Lent:
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
         a = self._a
         with a.device:
-            home, named = _current_stream(), _LEGACY if stream is None else stream
+            home, named = self._home, _LEGACY if stream is None else stream
             if named not in (-1, home):
                 lease = _Lease(a, home, named if self._reads_in_named_stream else None)
                 memory = UnownedMemory(a.data.ptr, a.nbytes, lease, a.device.id)

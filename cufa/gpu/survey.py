@@ -57,7 +57,7 @@ def import_cupy() -> ModuleType | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns where there is no driver
             import cupy
-    except ImportError:
+    except (ImportError, AttributeError):  # the latter where ml_dtypes is missing
         return None
     found: ModuleType = cupy
     return found
