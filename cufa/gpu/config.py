@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cufa.errors import UnsupportedError
 from cufa.gpu.device import OLDEST_ARCH, Device
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import ITEMSIZE, plain_choice, plain_dtype, plain_integer
 
 
@@ -197,7 +197,7 @@ def get_best_config(
     window = plain_choice("window", window, (False, True))
     scores = Scores.MODIFIED if not plain else Scores.PLAIN if window else Scores.OPEN
     if kernel is not None:
-        kernel = plain_choice("kernel", kernel, tuple({spec.name: None for spec in KERNELS}))
+        kernel = plain_choice("kernel", kernel, KERNEL_NAMES)
     limits = []
     for spec in KERNELS:
         if kernel not in (None, spec.name):

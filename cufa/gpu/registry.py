@@ -59,6 +59,9 @@ KERNELS = (
 )
 # fmt: on
 
+#: The kernels' names, in the same order; a kernel may have several rows.
+KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in KERNELS))
+
 
 def select(problem: Problem, device: Device) -> KernelSpec:
     """The first kernel that serves a problem.

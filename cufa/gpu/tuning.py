@@ -18,7 +18,7 @@ from cufa.errors import ArgumentError, DeviceError
 from cufa.gpu import build, cache, config
 from cufa.gpu.config import ANY, Config, Scores, Tuned, _Row
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import KERNEL_NAMES
 
 FORMAT = 1
 _WAY_OUT = "python -m cufa tune makes one for this machine; none is needed"
@@ -194,7 +194,7 @@ def _config(where: str, value: Any) -> Config:
 
 #: The columns of a row, as they are in a file. A length of null is any.
 _COLUMNS: dict[str, _Column] = {
-    "kernel": _one_of(*(spec.name for spec in KERNELS)),
+    "kernel": _one_of(*KERNEL_NAMES),
     "element_bytes": _count,
     "arch": _count,
     "scores": _scores,

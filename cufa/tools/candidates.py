@@ -7,7 +7,15 @@ from fractions import Fraction
 from itertools import product
 
 from cufa.errors import UnsupportedError
-from cufa.gpu.config import LENGTHS, Config, Scores, find_config, round_up, smem_bytes
+from cufa.gpu.config import (
+    LENGTHS,
+    Config,
+    Scores,
+    element_bytes,
+    find_config,
+    round_up,
+    smem_bytes,
+)
 from cufa.gpu.device import Device
 
 _HEAD_DIMS = range(32, 257, 32)
@@ -17,24 +25,26 @@ _HALF, _TWICE = Fraction(1, 2), Fraction(2)
 _STEPS = (_HALF, Fraction(3, 4), Fraction(1), Fraction(3, 2), _TWICE)
 
 
-def _fa2_fwd(c: Config, d: int, dv: int) -> bool:
+def _fa2_fwd(c: Config, size: int, d: int, dv: int) -> bool:
+    half_a_slab = size == 2 and (d % 64 or dv % 64)  # is left over: tile/swizzled_tile.cuh
     return (
         c.block_m % (c.threads // 2) == 0  # a warp owns whole tiles of 16 rows
         and c.block_n % 16 == 0
-        and c.threads % 64 == 0
-        and c.threads <= (512 if d % 64 == dv % 64 == 0 else 256)  # tile/copy_async.cuh
+        and c.threads % 64 == 0  # tile/copy_async.cuh: 8 rows at a time, at most 64
+        and c.threads <= (256 if half_a_slab else 512)
         and c.stages == 1
     )
 
 
-def _fa2_fwd_simt(c: Config, d: int, dv: int) -> bool:
+def _fa2_fwd_simt(c: Config, size: int, d: int, dv: int) -> bool:
     rows_are_whole = c.block_m * 16 % c.threads == 0  # half a warp owns them
     return rows_are_whole and c.block_n % 16 == 0 and c.stages == 1
 
 
-#: What each kernel asserts of its tile, given head_dim and head_dim_v rounded up to a multiple of
-#: 32. A kernel without a line here gets every neighbour, and its compiler says which will not do.
-_RULES: dict[str, Callable[[Config, int, int], bool]] = {
+#: What each kernel asserts of its tile, given the size of an element in shared memory, and head_dim
+#: and head_dim_v rounded up to a multiple of 32. A kernel without a line here gets every neighbour,
+#: and its compiler says which will not do.
+_RULES: dict[str, Callable[[Config, int, int, int], bool]] = {
     "fa2_fwd": _fa2_fwd,
     "fa2_fwd_simt": _fa2_fwd_simt,
 }
@@ -46,11 +56,11 @@ def candidates(
     """Tiles to try, those most like `first` first, `first` itself left out."""
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
     found = {c for base in _of_table(kernel, dtype, device) for c in _neighbours(base)}
-    rule = _RULES.get(kernel)
+    rule, size = _RULES.get(kernel), element_bytes(kernel, dtype)
     fitting = [
         c
         for c in found - {first}
-        if (rule is None or rule(c, d, dv)) and _fits(kernel, c, dtype, d, dv, device)
+        if (rule is None or rule(c, size, d, dv)) and _fits(kernel, c, dtype, d, dv, device)
     ]
     return sorted(fitting, key=lambda c: (_distance(c, first), *c))
 

@@ -21,7 +21,7 @@ import cufa
 from cufa.errors import CufaError
 from cufa.tools.console import missing_package
 
-TOOLS = ("info", "verify", "warmup")
+TOOLS = ("info", "verify", "bench", "tune", "warmup")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import math
 import platform
@@ -17,7 +15,7 @@ import numpy as np
 import cufa
 from cufa.bounds import exact, worst_error
 from cufa.errors import UnsupportedError
-from cufa.gpu import cache, survey
+from cufa.gpu import cache, survey, tuning
 from cufa.gpu.config import get_best_config, tuned_arch
 from cufa.gpu.device import OLDEST_ARCH, Device
 from cufa.gpu.registry import KERNELS
@@ -91,7 +89,7 @@ def gather(arch: int | None = None) -> _Facts:
         ],
         "kernels": [row for a in archs for row in _kernels(a)],
         "cache": _cache(),
-        "tuning": _tuning_file(),
+        "tuning": tuning.in_force(),
         "self_test": _self_test(cards),
     }
 
@@ -140,14 +138,6 @@ def _cache() -> _Facts:
     folder = cache.directory()
     sizes = [file.stat().st_size for file in folder.glob("*.cubin")]
     return {"folder": str(folder), "files": len(sizes), "bytes": sum(sizes)}
-
-
-def _tuning_file() -> str | None:
-    """The file whose tiles go before those of `gpu.config`, if one has been loaded."""
-    if importlib.util.find_spec("cufa.gpu.tuning") is None:
-        return None
-    path: str | None = importlib.import_module("cufa.gpu.tuning").in_force()
-    return path
 
 
 def _self_test(cards: list[survey.Card]) -> list[_Facts]:

@@ -18,7 +18,7 @@ from cufa.errors import ArgumentError, DeviceError
 from cufa.gpu import build, tuning
 from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_config, round_up
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import FLOAT_DTYPES
 from cufa.tools.bench import KINDS, positive
 from cufa.tools.candidates import candidates
@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, metavar="N", help="default: 16384 tokens together")
     add("--heads", type=positive, metavar="N", help="default: heads * head_dim is 2048")
     add("--kv-heads", type=positive, metavar="N", help="default as --heads")
-    names = [spec.name for spec in KERNELS]
-    add("--kernel", choices=names, help="default the one that cufa.attention takes")
+    add("--kernel", choices=KERNEL_NAMES, help="default the one that cufa.attention takes")
     add("--budget", type=positive, default=300, metavar="SECONDS", help="about; default 300")
     add("--rounds", type=positive, default=7, metavar="N", help="bursts of each in a final")
     add("--out", default="cufa_tuning.json", metavar="FILE", help="default cufa_tuning.json")

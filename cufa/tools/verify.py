@@ -19,7 +19,7 @@ from rich.table import Table
 import cufa
 from cufa.bounds import Error
 from cufa.errors import ArgumentError
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.testing import FLOATS
 from cufa.tools.backends import CPU_KERNEL, Backend, find_backends
 from cufa.tools.console import make_console, print_table
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kernel",
         action="append",
-        choices=tuple(dict.fromkeys((CPU_KERNEL, *(spec.name for spec in KERNELS)))),
+        choices=(CPU_KERNEL, *KERNEL_NAMES),
         help="hold only this kernel; may be repeated",
     )
     add("--dtype", action="append", choices=FLOATS, help="draw only this dtype; may be repeated")
