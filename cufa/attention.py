@@ -76,9 +76,9 @@ def attention(
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
         Whether to return `lse` too, which `merge` takes.
-    algorithm : {"auto", "fa2"}, default "auto"
-        Which kernels may serve the call. Both mean FlashAttention-2 today; "auto" may come to mean
-        more.
+    algorithm : {"auto", "fa1", "fa2"}, default "auto"
+        Which kernels may serve the call: those of FlashAttention-1 (on a GPU only) or -2. "auto"
+        means FlashAttention-2 today, and may come to mean more.
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
         an input.
@@ -107,7 +107,8 @@ def attention(
     DeviceError
         Arrays on different devices, NumPy mixed with CuPy.
     UnsupportedError
-        No kernel serves this dtype and head_dim on this GPU.
+        No kernel of this algorithm serves this dtype and head_dim on this GPU; "fa1" on NumPy
+        arrays.
 
     Notes
     -----
@@ -117,9 +118,9 @@ def attention(
     The result is the same, bit for bit, from run to run.
 
     Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 (the
-    algorithm); Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2
-    (softcap); Xiao et al., arXiv:2309.17453 (attention sinks; one learned number for each head, as
-    here, is gpt-oss's form).
+    algorithm); Dao et al., arXiv:2205.14135, Algorithm 1 ("fa1"); Press et al., arXiv:2108.12409
+    (ALiBi); Gemma 2, arXiv:2408.00118, section 2 (softcap); Xiao et al., arXiv:2309.17453
+    (attention sinks; one learned number for each head, as here, is gpt-oss's form).
 
     Examples
     --------

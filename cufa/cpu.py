@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa.arrays import Arrays, check_overlap, narrowed
-from cufa.errors import ArgumentError
+from cufa.errors import ArgumentError, UnsupportedError
 from cufa.problem import Problem, Signature, make_problem
 
 Array = NDArray[Any]
@@ -50,9 +50,13 @@ def run(call: Signature, arrays: Arrays) -> Any:
 
     Raises
     ------
-    ArgumentError, DTypeError, ShapeError
+    ArgumentError, DTypeError, ShapeError, UnsupportedError
         Before anything is allocated or written.
     """
+    if call.algorithm == "fa1":
+        raise UnsupportedError(
+            "algorithm is 'fa1', which has GPU kernels only; for NumPy inputs pass 'auto' or 'fa2'"
+        )
     problem = make_problem(call)
     out = arrays.out
     if out is None:

@@ -17,7 +17,7 @@ from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Order, Schedule
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiles import feature_sets, places
+from tiles import ALIGNED, feature_sets, places
 
 import cufa
 from cufa import reference
@@ -43,6 +43,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 ARCHS = (75, 90)
 #: Units of each tile.
 UNITS = 4
+ALGORITHM = {spec.name: spec.algorithm for spec in KERNELS}
 
 
 def sampled_units() -> Iterator[KernelKey]:
@@ -51,13 +52,13 @@ def sampled_units() -> Iterator[KernelKey]:
     for arch in ARCHS:
         for (kernel, scores, tile), found in places(arch).items():
             for dtype, *sizes in found:
-                if first_choice(arch, dtype) != kernel:
+                if first_choice(kernel, arch, dtype) != kernel:
                     continue
                 size = element_bytes(kernel, dtype)
                 members[kernel, scores, size, tile].append((arch, dtype, *sizes))
     next_features = {
         (kernel, scores): cycle(
-            f for f in feature_sets(scores) if f["aligned"] or kernel != "fa2_fwd"
+            f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED
         )
         for kernel, scores, *_ in members
     }
@@ -71,10 +72,14 @@ def sampled_units() -> Iterator[KernelKey]:
             yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
 
 
-def first_choice(arch: int, dtype: str) -> str:
-    """The kernel that takes aligned arrays there."""
+def first_choice(kernel: str, arch: int, dtype: str) -> str:
+    """The kernel of the same algorithm that takes aligned arrays there."""
     device = Device.of_arch(arch)
-    return next(spec.name for spec in KERNELS if spec.limit(dtype, 1, device) is None)
+    return next(
+        spec.name
+        for spec in KERNELS
+        if spec.algorithm == ALGORITHM[kernel] and spec.limit(dtype, 1, device) is None
+    )
 
 
 SAMPLE = list(sampled_units())
@@ -164,6 +169,7 @@ def run_cases(key: KernelKey, mode: str, examples: int) -> None:
     @given(case=cases_of(key), schedule=schedules)
     def check(case: Case, schedule: Schedule) -> None:
         arrays, options = case.arrays(np), {**case.options(np), "return_lse": key.lse}
+        options["algorithm"] = ALGORITHM[key.kernel]
         assume(case.batch and kernel_key(machine, *arrays, **options) == key)
         machine.schedule = schedule
         assert_within_rounding(attention(machine, *arrays, **options), case.exact())

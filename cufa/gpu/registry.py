@@ -17,14 +17,15 @@ _MAX_ROW_STRIDE = 1 << 24
 class KernelSpec:
     """What one `.cu` file serves.
 
-    `name` is the file's and the function's name; `min_arch` the oldest architecture; `aligned` asks
-    for rows of q, k, v and out that start at multiples of 16 bytes, and are not too far apart.
+    `name` is the file's and the function's name; `max_head_dim` is for float64 the second figure;
+    `min_arch` the oldest architecture; `aligned` asks for rows of q, k, v and out that start at
+    multiples of 16 bytes, and are not too far apart.
     """
 
     name: str
     algorithm: str
     dtypes: tuple[str, ...]
-    max_head_dim: int
+    max_head_dim: tuple[int, int]
     min_arch: int
     aligned: bool
 
@@ -45,16 +46,19 @@ class KernelSpec:
             return f"needs sm_{self.min_arch} or later"
         if dtype not in self.dtypes:
             return f"takes {' or '.join(self.dtypes)}"
-        if head_dim > self.max_head_dim:
-            return f"takes head_dim up to {self.max_head_dim}"
+        most = self.max_head_dim[dtype == "float64"]
+        if head_dim > most:
+            return f"takes head_dim up to {most}"
         return None
 
 
 # fmt: off
 KERNELS = (
-    #          name            algorithm  dtypes                     head_dim<= arch>= aligned
-    KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
-    KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),
+    #          name            algorithm  dtypes                 head_dim, float64 <= arch>= aligned
+    KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"), (256, 0),            80, True),
+    KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,            (256, 256),          70, False),
+    KernelSpec("fa1_fwd",      "fa1",     ("float16", "bfloat16"), (128, 0),            80, True),
+    KernelSpec("fa1_fwd_simt", "fa1",     FLOAT_DTYPES,            (256, 128),          70, False),
 )
 # fmt: on
 
