@@ -21,6 +21,7 @@ using TileV = SwizzledTile<kBlockN, kHeadDimV>;
 using Output = OwnRows<kOwnRows / 8, kHeadDimV / 8>;
 using Rows = SliceRows<kSlices, kBlockM>;
 using Sums = SliceSums<kSlices, Output::kRows, Output::kCols>;
+constexpr bool kEarly = kBlockN > 64;  // smaller tiles are where registers are few
 constexpr int kTurnBytes = max_of(TileK::kBytes, Sums::kBytes);
 
 static_assert(kSmemBytes == TileV::kBytes + TileQ::kBytes + kTurnBytes + 2 * Rows::kBytes,
@@ -79,8 +80,11 @@ fa1_fwd(const __grid_constant__ Params p) {
       exponentials(s, top, scale, sum);         // S becomes P~
       sums.put(s, sum);
       const auto weights = narrow(s);
-      rows.clear();                                                                  // line 2
-      if (j != keys.first) rows.load(p, tile);                                       // line 8
+      const auto load_rows = [&] {
+        rows.clear();                                                                // line 2
+        if (j != keys.first) rows.load(p, tile);                                     // line 8
+      };
+      if constexpr (kEarly) load_rows();        // arrives under P~ V_j
       Output o;                                 // begins with this slice's part of P~ V_j
 #pragma unroll
       for (int n = 0; n < kHeadDimV / 16; ++n) {
@@ -91,6 +95,7 @@ fa1_fwd(const __grid_constant__ Params p) {
       ptx::cp_async_wait_group<0>();
       ptx::bar_sync();                          // sums and outputs of all slices are here, Q_i+1
       outputs.gather(o);
+      if constexpr (!kEarly) load_rows();
 
       Real own_top[o.kRows], own_sum[o.kRows];
 #pragma unroll

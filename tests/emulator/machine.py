@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -39,7 +38,7 @@ class Emulator:
         self.counts: Counts | None = None
 
     def device(self, ordinal: int) -> Device:
-        return replace(Device.of_arch(self.arch), sm_count=3)  # few, or each block has one tile
+        return Device.of_arch(self.arch)  # one multiprocessor, so that blocks have several tiles
 
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
         return build.library(build.Unit.of(key.kernel, key.defines(), self.mode), self.edit)

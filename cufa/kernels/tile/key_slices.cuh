@@ -72,7 +72,8 @@ template <int kSlices, int kOwnRows, int kCols> struct SliceSums {
         for (int i = 0; i < kRun; ++i) run.x[i] = part.at(r, c + i);
         if (r < kOwnRows) {
 #pragma unroll
-          for (int i = 0; i < kRun; ++i) own.at(r, first + c + i) = run.x[i];
+          // A sum, or the compiler leaves them where mma.sync put them: four registers for two.
+          for (int i = 0; i < kRun; ++i) own.at(r, first + c + i) = run.x[i] + Real(0);
         } else {
           const int away = r / kOwnRows;  // how many groups on
           place((slice + away) % kSlices, away, r % kOwnRows, (first + c) / kRun) = run;
