@@ -80,10 +80,11 @@ def attention(
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
         Whether to return `lse` too, which `merge` takes.
-    algorithm : {"auto", "fa2", "standard"}, default "auto"
-        How the result is computed. "fa2": FlashAttention-2. "auto": the same today; it may come to
-        mean more, but never "standard", which is the baseline: all scores at once, in memory
-        O(seqlen_q * seqlen_k), by matrix products (on the GPU of cuBLAS) and array expressions.
+    algorithm : {"auto", "fa1", "fa2", "standard"}, default "auto"
+        How the result is computed: by FlashAttention-1 (on a GPU only) or -2, or, "standard", with
+        all scores at once, in memory O(seqlen_q * seqlen_k), by matrix products (on the GPU of
+        cuBLAS) and array expressions: the baseline. "auto" means FlashAttention-2 today; it may
+        come to mean more, but never "standard".
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
         an input. Of any library whose arrays can be written, so not JAX's.
@@ -116,7 +117,8 @@ def attention(
     OutOfMemoryError
         The scores that "standard" holds do not fit into memory.
     UnsupportedError
-        No kernel serves this dtype and head_dim on this GPU, or a PyTorch tensor requires grad.
+        No kernel of this algorithm serves this dtype and head_dim on this GPU; "fa1" on NumPy
+        arrays; a PyTorch tensor requires grad.
 
     Notes
     -----
@@ -126,9 +128,9 @@ def attention(
     The result is the same, bit for bit, from run to run.
 
     Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 ("fa2");
-    Press et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2
-    (softcap); Xiao et al., arXiv:2309.17453 (attention sinks; one learned number for each head, as
-    here, is gpt-oss's form).
+    Dao et al., arXiv:2205.14135, Algorithm 1 ("fa1"); Press et al., arXiv:2108.12409 (ALiBi);
+    Gemma 2, arXiv:2408.00118, section 2 (softcap); Xiao et al., arXiv:2309.17453 (attention sinks;
+    one learned number for each head, as here, is gpt-oss's form).
 
     Examples
     --------

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cufa import standard
 from cufa.arrays import Arrays, check_overlap, distinct, host_empty, narrowed
-from cufa.errors import ArgumentError
+from cufa.errors import ArgumentError, UnsupportedError
 from cufa.problem import Problem, Signature, make_problem
 
 Array = NDArray[Any]
@@ -51,9 +51,13 @@ def run(call: Signature, arrays: Arrays) -> Any:
 
     Raises
     ------
-    ArgumentError, DTypeError, OutOfMemoryError, ShapeError
+    ArgumentError, DTypeError, OutOfMemoryError, ShapeError, UnsupportedError
         Before anything is written.
     """
+    if call.algorithm == "fa1":
+        raise UnsupportedError(
+            "algorithm is 'fa1', which has GPU kernels only; for NumPy inputs pass 'auto' or 'fa2'"
+        )
     problem = make_problem(call)
     out = arrays.out
     if out is not None:

@@ -17,13 +17,13 @@ from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Order, Schedule
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiles import feature_sets, places
+from tiles import ALIGNED, feature_sets, places
 
 import cufa
 from cufa import reference
 from cufa.bounds import exact
 from cufa.gpu import config, plan
-from cufa.gpu.config import element_bytes
+from cufa.gpu.config import Scores, element_bytes
 from cufa.gpu.device import Device
 from cufa.gpu.plan import KernelKey
 from cufa.gpu.registry import KERNELS
@@ -42,8 +42,9 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 #: Between them these reach every tile: 75 has the least shared memory, 86 the least of those with
 #: all kernels but Hopper's, 80 is between, 100 has rows of its own.
 ARCHS = (75, 80, 86, 90, 100)
-#: Units of each tile.
+#: Units of each tile; one where scores are not modified and the tile serves modified ones too.
 UNITS = 4
+ALGORITHM = {spec.name: spec.algorithm for spec in KERNELS}
 
 
 def sampled_units() -> Iterator[KernelKey]:
@@ -52,30 +53,36 @@ def sampled_units() -> Iterator[KernelKey]:
     for arch in ARCHS:
         for (kernel, scores, tile), found in places(arch).items():
             for dtype, *sizes in found:
-                if first_choice(arch, dtype, max(sizes[:2])) != kernel:
+                if first_choice(kernel, arch, dtype, max(sizes[:2])) != kernel:
                     continue
                 size = element_bytes(kernel, dtype)
                 members[kernel, scores, size, tile].append((arch, dtype, *sizes))
     next_features = {
         (kernel, scores): cycle(
-            f for f in feature_sets(scores) if f["aligned"] or kernel != "fa2_fwd"
+            f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED
         )
         for kernel, scores, *_ in members
     }
-    for i, ((kernel, scores, _, tile), fitting) in enumerate(members.items()):
+    for i, ((kernel, scores, size, tile), fitting) in enumerate(members.items()):
         fitting.sort(key=lambda member: member[2] + member[3])  # small ones run fastest
         dtypes = sorted({member[1] for member in fitting})
-        for j in range(UNITS):
+        modified = scores == Scores.MODIFIED
+        shared = not modified and (kernel, Scores.MODIFIED, size, tile) in members
+        for j in range(1 if shared else UNITS):
             of_dtype = [m for m in fitting if m[1] == dtypes[(i + j) % len(dtypes)]]
             arch, dtype, d, dv, causal = of_dtype[j % len(of_dtype)]
             features = {**next(next_features[kernel, scores]), "right": causal}
             yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
 
 
-def first_choice(arch: int, dtype: str, head_dim: int) -> str:
-    """The kernel that takes aligned arrays there."""
+def first_choice(kernel: str, arch: int, dtype: str, head_dim: int) -> str:
+    """The kernel of the same algorithm that takes aligned arrays there."""
     device = Device.of_arch(arch)
-    return next(spec.name for spec in KERNELS if spec.limit(dtype, head_dim, device) is None)
+    return next(
+        spec.name
+        for spec in KERNELS
+        if spec.algorithm == ALGORITHM[kernel] and spec.limit(dtype, head_dim, device) is None
+    )
 
 
 SAMPLE = list(sampled_units())
@@ -165,11 +172,12 @@ def run_cases(key: KernelKey, mode: str, examples: int) -> None:
     @given(case=cases_of(key), schedule=schedules, special=st.sampled_from([0, 0, np.inf, np.nan]))
     def check(case: Case, schedule: Schedule, special: float) -> None:
         arrays, options = case.arrays(np), case.options(np)
-        assume(case.batch and kernel_key(machine, *arrays, **options, return_lse=key.lse) == key)
+        how: dict[str, Any] = {"return_lse": key.lse, "algorithm": ALGORITHM[key.kernel]}
+        assume(case.batch and kernel_key(machine, *arrays, **options, **how) == key)
         if special:  # in a query, where no mask hides it
             arrays[0][(-1,) * arrays[0].ndim] = special
         machine.schedule = schedule
-        result = attention(machine, *arrays, **options, return_lse=key.lse)
+        result = attention(machine, *arrays, **options, **how)
         assert_within_rounding(result, exact(*arrays, **options))
         assert machine.counts.bank_conflicts == 0
 
@@ -212,15 +220,28 @@ def test_every_line_of_a_kernel_is_executed(
     assert fraction >= 0.95
 
 
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 @given(case=cases(dtypes=["float16", "float32"], features=["causal"], max_elements=1 << 22))
 @settings(max_examples=settings.default.max_examples // 5)
-def test_the_order_of_threads_does_not_show_in_a_single_bit(case: Case) -> None:
+def test_the_order_of_threads_does_not_show_in_a_single_bit(case: Case, algorithm: str) -> None:
     case, machine = case.few_kernels(), emulator(90)
+    options = {**case.options(np), "algorithm": algorithm}
     results = []
     for order in Order:
         machine.schedule = Schedule(order, seed=1)
-        results.append(attention(machine, *case.arrays(np), **case.options(np)).tobytes())
+        results.append(attention(machine, *case.arrays(np), **options).tobytes())
     assert len({*results}) == 1
+
+
+@given(case=cases(dtypes=["float32"], features=["causal"], max_elements=1 << 22))
+@settings(max_examples=settings.default.max_examples // 5)
+def test_the_two_algorithms_agree_to_rounding(case: Case) -> None:
+    case, machine = case.few_kernels(), emulator(90)
+    first, second = (
+        attention(machine, *case.arrays(np), **case.options(np), algorithm=algorithm)
+        for algorithm in ("fa1", "fa2")
+    )
+    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +250,14 @@ def test_the_order_of_threads_does_not_show_in_a_single_bit(case: Case) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(200, 200), (300, 100), (64, 321), (1, 130)])
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 def test_blocks_of_keys_that_no_row_sees_are_not_computed(
-    seqlen_q: int, seqlen_k: int, options: dict[str, Any]
+    algorithm: str, seqlen_q: int, seqlen_k: int, options: dict[str, Any]
 ) -> None:
     machine = Emulator(90)
     q, k, v = (np.ones((n, 64), np.float16) for n in (seqlen_q, seqlen_k, seqlen_k))
-    attention(machine, q, k, v, **options)
-    tile = kernel_key(machine, q, k, v, **options).config
+    attention(machine, q, k, v, algorithm=algorithm, **options)
+    tile = kernel_key(machine, q, k, v, algorithm=algorithm, **options).config
     scores, keys = np.ones((seqlen_q, seqlen_k)), np.eye(seqlen_k)
     weights, _ = reference.attention(scores, keys, keys, **options)
     blocks = [

@@ -50,6 +50,12 @@ def broadcast(*shape, dtype="float32"):
     return lambda xp, call: xp.broadcast_to(xp.zeros((), dtype), shape)
 
 
+def test_fa1_is_for_gpus_and_says_so():
+    q = np.zeros((3, 8), np.float32)
+    with pytest.raises(UnsupportedError, match=r"algorithm is 'fa1'.*'auto' or 'fa2'"):
+        cufa.attention(q, q, q, algorithm="fa1")
+
+
 #: What is passed in place of a good argument, and what the message says.
 BAD_CALLS = {
     ArgumentError: [

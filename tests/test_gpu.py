@@ -155,16 +155,48 @@ def test_batch_and_heads_have_no_limit_of_16_bits(cupy, batch, heads, algorithm)
     assert_within_rounding(out[-2:], exact(*last, causal=True))
 
 
-@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2", "standard"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_results_are_the_same_bits_every_time(cupy, dtype, algorithm):
     q, k, v = normal(cupy, 3, 4, 8, 300, 72, dtype=dtype)
     first = cufa.attention(q, k, v, return_lse=True, algorithm=algorithm)
     for _ in range(50):
-        for again, once in zip(
-            cufa.attention(q, k, v, return_lse=True, algorithm=algorithm), first, strict=True
-        ):
+        result = cufa.attention(q, k, v, return_lse=True, algorithm=algorithm)
+        for again, once in zip(result, first, strict=True):
             assert (again == once).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_two_algorithms_agree_to_a_millionth_in_float32(cupy, causal):
+    q, k, v = normal(cupy, 3, 2, 4, 2000, 64, dtype="float32")
+    first, second = (
+        cufa.attention(q, k, v, causal=causal, algorithm=algorithm) for algorithm in ("fa1", "fa2")
+    )
+    assert float(abs(first - second).max()) <= 1e-6
+
+
+@pytest.mark.parametrize("heads", [1, 40])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_fa1_cuts_heads_into_ranges_and_agrees_with_the_oracle(cupy, heads, causal):
+    q, k, v = normal(cupy, 3, 1, heads, 1100, 128, dtype="float16")
+    out = cufa.attention(q, k, v, causal=causal, return_lse=True, algorithm="fa1")
+    assert_within_rounding(out, exact(q.get(), k.get(), v.get(), causal=causal))
+
+
+def test_the_workspace_of_fa1_is_freed_and_grows_with_the_length_alone(cupy):
+    pool = cupy.get_default_memory_pool()
+    used = []
+    for seqlen in (4096, 8192, 16384):
+        q, k, v = normal(cupy, 3, 1, 2, seqlen, 64, dtype="float16")
+        out = cupy.empty_like(q)
+        cufa.attention(q, k, v, out=out, algorithm="fa1")
+        before = pool.used_bytes()
+        pool.free_all_blocks()
+        held = pool.total_bytes()
+        cufa.attention(q, k, v, out=out, algorithm="fa1")
+        assert pool.used_bytes() == before
+        used.append(pool.total_bytes() - held)
+    assert used[2] <= 2.1 * used[1] <= 4.5 * used[0]
 
 
 def test_rows_that_are_not_contiguous_are_copied_first(cupy):
@@ -199,10 +231,11 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(cupy):
     assert b".target sm_" in code
 
 
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_long_sequences_agree_with_the_oracle(cupy, dtype):
+def test_long_sequences_agree_with_the_oracle(cupy, dtype, algorithm):
     if dtype == "bfloat16":
         dtype = pytest.importorskip("ml_dtypes").bfloat16
     q, k, v = normal(cupy, 3, 1, 2, 3000, 128, dtype=dtype)
-    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True, algorithm=algorithm)
     assert_within_rounding((out, lse), exact(q.get(), k.get(), v.get(), causal=True))

@@ -61,8 +61,8 @@ def answers() -> list[Config | None]:
         for spec in KERNELS
         for arch in ARCHS
         if arch >= spec.min_arch
-        for dims in [[d for d in HEAD_DIMS if d <= spec.max_head_dim]]
-        for facts in product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))
+        for facts in product(spec.dtypes, HEAD_DIMS, HEAD_DIMS, LENGTHS, Scores, (False, True))
+        if spec.limit(facts[0], max(facts[1:3]), Device.of_arch(arch)) is None
     ]
 
 

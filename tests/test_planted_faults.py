@@ -17,11 +17,13 @@ from emulator import build, linear_attention
 from emulator.build import Unit
 from emulator.faults import CONFLICTS, PROBLEMS, WRONG, Fault, Problem, Symptom
 from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
+from emulator.faults_fa1 import FA1_FWD, FA1_FWD_SIMT
 from emulator.faults_hopper import LINEAR_ATTENTION_SM90
 from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Counts, KernelError, Kind, Order, Schedule
 
 from cufa.bounds import Exact
+from cufa.gpu.registry import KERNELS
 from cufa.testing import Case, assert_within_rounding
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
@@ -35,9 +37,12 @@ SCHEDULES = (
 FAULTS = {
     "fa2_fwd": FA2_FWD,
     "fa2_fwd_simt": FA2_FWD_SIMT,
+    "fa1_fwd": FA1_FWD,
+    "fa1_fwd_simt": FA1_FWD_SIMT,
     "linear_attention_sm90": LINEAR_ATTENTION_SM90,
 }
 ROWS = [(kernel, fault) for kernel, faults in FAULTS.items() for fault in faults]
+ALGORITHM = {spec.name: spec.algorithm for spec in KERNELS}
 SHOWN = sorted({(kernel, fault.problems) for kernel, fault in ROWS})
 
 
@@ -54,7 +59,7 @@ def test_a_planted_fault_is_seen(kernel: str, fault: Fault) -> None:
 def test_nothing_is_seen_in_a_kernel_as_it_is(
     kernel: str, problems: str, schedule: Schedule
 ) -> None:
-    found = [symptom(problem, schedule) for problem in PROBLEMS[kernel][problems]]
+    found = [symptom(kernel, problem, schedule) for problem in PROBLEMS[kernel][problems]]
     assert found == [None] * len(found)
 
 
@@ -67,7 +72,7 @@ def _compiled(request: pytest.FixtureRequest) -> None:
 
     def compiled(kernel: str, problems: str, edit: build.Edit | None = None) -> None:
         with suppress(LookupError, build.CompilerError):  # it is the test that fails
-            build.library(unit(PROBLEMS[kernel][problems][0]), edit)
+            build.library(unit(kernel, PROBLEMS[kernel][problems][0]), edit)
 
     compiled(*plain[0])  # and with it the runtime
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -81,16 +86,16 @@ def seen(kernel: str, fault: Fault) -> Iterator[tuple[Kind | Symptom, str]]:
     """What shows of a fault, and how it is told, problem by problem and order by order."""
     for problem in PROBLEMS[kernel][fault.problems]:
         for schedule in SCHEDULES:
-            if found := symptom(problem, schedule, fault.edit):
+            if found := symptom(kernel, problem, schedule, fault.edit):
                 yield found
 
 
 def symptom(
-    problem: Problem, schedule: Schedule, edit: build.Edit | None = None
+    kernel: str, problem: Problem, schedule: Schedule, edit: build.Edit | None = None
 ) -> tuple[Kind | Symptom, str] | None:
     """What shows in one run, and how it is told; None if all is well."""
     try:
-        counts = run(problem, schedule, edit)
+        counts = run(kernel, problem, schedule, edit)
     except KernelError as error:
         return error.kind, str(error)
     except AssertionError as error:
@@ -98,29 +103,32 @@ def symptom(
     return (CONFLICTS, f"{counts.bank_conflicts} conflicts") if counts.bank_conflicts else None
 
 
-def run(problem: Problem, schedule: Schedule, edit: build.Edit | None = None) -> Counts:
+def run(
+    kernel: str, problem: Problem, schedule: Schedule, edit: build.Edit | None = None
+) -> Counts:
     """One run of an edited kernel; AssertionError if the result is not the formula."""
     if isinstance(problem, Case):
         machine = Emulator(ARCH, edit)
         machine.schedule = schedule
-        assert_within_rounding(attention(machine, **arguments(problem)), exact(problem))
+        assert_within_rounding(attention(machine, **arguments(kernel, problem)), exact(problem))
         return machine.counts
     arrays, counts = linear_attention.emulated(problem, schedule, edit)
     linear_attention.assert_right(problem, arrays)
     return counts
 
 
-def unit(problem: Problem) -> Unit:
+def unit(kernel: str, problem: Problem) -> Unit:
     """What a problem runs."""
     if isinstance(problem, Case):
-        key = kernel_key(emulator(ARCH), **arguments(problem))
+        key = kernel_key(emulator(ARCH), **arguments(kernel, problem))
         return Unit.of(key.kernel, key.defines())
     return Unit(linear_attention.KERNEL)
 
 
 @cache
-def arguments(case: Case) -> dict[str, Any]:
-    return dict(zip("qkv", case.arrays(np), strict=True), return_lse=True, **case.options(np))
+def arguments(kernel: str, case: Case) -> dict[str, Any]:
+    arrays = dict(zip("qkv", case.arrays(np), strict=True))
+    return arrays | case.options(np) | {"return_lse": True, "algorithm": ALGORITHM[kernel]}
 
 
 @cache

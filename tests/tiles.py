@@ -26,6 +26,8 @@ MODIFIED: dict[str, list[Any]] = {
     "alibi": [False, True],
     "softcap": [False, True],
 }
+#: Kernels that take aligned arrays only.
+ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
 #: Units compiled for each tile of an architecture.
 UNITS = 2
 
@@ -70,7 +72,7 @@ def places(arch: int) -> dict[Place, list[Member]]:
 def units(arch: int) -> Iterator[KernelKey]:
     """Each tile of the architecture with its largest head dim, one other, and some features."""
     for i, ((kernel, scores, tile), members) in enumerate(places(arch).items()):
-        fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel != "fa2_fwd"]
+        fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED]
         largest = max(members, key=lambda member: member[1] + member[2])
         others = [members[(i * 7 + arch + j * 31) % len(members)] for j in range(UNITS - 1)]
         for j, (dtype, d, dv, causal) in enumerate([largest, *others]):

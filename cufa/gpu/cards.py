@@ -36,7 +36,7 @@ class _Cards:
         return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
 
     def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
-        q, k, v, o, lse, mask, bias, alibi_slopes, sink = buffers
+        q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace = buffers
         params: Any = step.params.copy()
         _pack_pointers(
             params,
@@ -50,6 +50,7 @@ class _Cards:
             0 if bias is None else bias.data.ptr,
             0 if alibi_slopes is None else alibi_slopes.data.ptr,
             0 if sink is None else sink.data.ptr,
+            0 if workspace is None else workspace.data.ptr,
         )
         kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
 

@@ -50,6 +50,8 @@ class _Row(NamedTuple):
     config: Config
 
 
+#: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
+_TENSOR_CORES = ("fa1_fwd", "fa2_fwd")
 ANY = 1 << 62
 _OPEN, _PLAIN, _MODIFIED = Scores
 
@@ -80,6 +82,15 @@ _TABLE = (
     _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
     _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  32, 128, 1, 1)),
     _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+    _Row("fa1_fwd",      2, 100, _MODIFIED, None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("fa1_fwd",      2,  90, _PLAIN,    None,  64, False, ANY, Config( 32, 256, 128, 1, 2)),
+    _Row("fa1_fwd",      2,  90, _PLAIN,    None, 128, False, ANY, Config( 32, 128, 128, 1, 2)),
+    _Row("fa1_fwd",      2,  80, _MODIFIED, None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("fa1_fwd_simt", 4,  70, _MODIFIED, None, 128, False, ANY, Config( 32,  64, 256, 1, 1)),
+    _Row("fa1_fwd_simt", 4,  70, _MODIFIED, None, 128, False, ANY, Config( 16,  64, 128, 1, 1)),
+    _Row("fa1_fwd_simt", 4,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("fa1_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 16,  32, 128, 1, 1)),
+    _Row("fa1_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
 # fmt: on
 
@@ -127,7 +138,7 @@ def round_up(n: int, multiple: int) -> int:
 
 def element_bytes(kernel: str, dtype: str) -> int:
     """Size of an element in a kernel's shared memory."""
-    return ITEMSIZE[dtype] if kernel == "fa2_fwd" else max(4, ITEMSIZE[dtype])
+    return ITEMSIZE[dtype] if kernel in _TENSOR_CORES else max(4, ITEMSIZE[dtype])
 
 
 def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
@@ -135,12 +146,31 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
+    if kernel == "fa1_fwd":
+        slices = config.threads // 32
+        k, partial_outputs = size * n * head_dim, 4 * (slices - 1) * m * head_dim_v
+        maxima_and_sums = 2 * 4 * slices * m
+        return size * (n * head_dim_v + m * head_dim) + max(k, partial_outputs) + maxima_and_sums
 
     def padded(rows: int, cols: int) -> int:
         return rows * (cols * size + 16)
 
-    k, v = padded(n, head_dim), padded(n, head_dim_v)
-    return padded(m, head_dim) + padded(m, n) + max(k, v)
+    q, k, v = padded(m, head_dim), padded(n, head_dim), padded(n, head_dim_v)
+    if kernel == "fa1_fwd_simt":
+        slices = 2 if n > 16 else 1
+        partial_outputs = size * (slices - 1) * m * head_dim_v
+        maxima_and_sums = 2 * size * slices * m
+        return q + k + v + padded(slices * m, n // slices) + partial_outputs + maxima_and_sums
+    return q + padded(m, n) + max(k, v)
+
+
+def state_bytes(kernel: str, config: Config, dtype: str, head_dim_v: int) -> int:
+    """Global memory that keeps O, m and l of one query tile from key block to key block; each of
+    the lanes that share a row keeps m and l. The kernel asserts the same figure."""
+    if not kernel.startswith("fa1"):
+        return 0
+    lanes = 4 if kernel in _TENSOR_CORES else 16
+    return config.block_m * (head_dim_v + 2 * lanes) * max(4, ITEMSIZE[dtype])
 
 
 def get_best_config(
@@ -170,7 +200,7 @@ def get_best_config(
     window : bool, default False
         True: the call has a window that bounds the keys on the left.
     kernel : str, default the one that "auto" takes for aligned arrays
-        "fa2_fwd" or "fa2_fwd_simt".
+        "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
     arch : int, default 90
         Compute capability times 10.
 

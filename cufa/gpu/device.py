@@ -37,11 +37,14 @@ class Device:
     shared_memory : int
         Bytes of shared memory that one block may have.
     name : str
+    sm_count : int
+        Multiprocessors; 1 if the card is not known.
     """
 
     arch: int
     shared_memory: int
     name: str
+    sm_count: int = 1
 
     @classmethod
     def of_arch(cls, arch: int) -> Device:
@@ -58,4 +61,9 @@ def get_device(ordinal: int) -> Device:
     properties = runtime.getDeviceProperties(ordinal)
     arch = 10 * properties["major"] + properties["minor"]
     name = properties["name"].decode()
-    return Device(arch, properties["sharedMemPerBlockOptin"], f"{name} (sm_{arch})")
+    return Device(
+        arch,
+        properties["sharedMemPerBlockOptin"],
+        f"{name} (sm_{arch})",
+        properties["multiProcessorCount"],
+    )

@@ -42,6 +42,8 @@ class _Ready(NamedTuple):
 
     problem: Problem
     launches: tuple[tuple[Any, Step], ...]
+    #: Elements of the accumulator's type.
+    workspace: int
     #: Arguments to be copied first, contiguous, with the dtype they are to have (None: their own).
     conversions: dict[str, str | None]
 
@@ -64,9 +66,9 @@ def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
     plan = make_plan(problem, machine.device(call.q.device))
     conversions = _conversions(problem)
     if conversions:
-        return _Ready(problem, (), conversions)
+        return _Ready(problem, (), 0, conversions)
     launches = tuple((machine.kernel(step.key, call.q.device), step) for step in plan.steps)
-    return _Ready(problem, launches, conversions)
+    return _Ready(problem, launches, plan.workspace, conversions)
 
 
 def _conversions(problem: Problem) -> dict[str, str | None]:
@@ -100,6 +102,8 @@ def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
     if out is None:
         out = machine.empty(problem.out_shape, q.dtype)
     lse = machine.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
+    workspace = machine.empty((ready.workspace,), problem.accumulator) if ready.workspace else None
+    buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace)
     for kernel, step in ready.launches:
-        machine.launch(kernel, step, Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink))
+        machine.launch(kernel, step, buffers)
     return out if lse is None else (out, lse)

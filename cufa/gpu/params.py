@@ -22,10 +22,8 @@ class Buffers(NamedTuple):
     bias: Any
     alibi_slopes: Any
     sink: Any
+    workspace: Any
 
-
-#: Those that a kernel writes.
-OUTPUTS = ("o", "lse")
 
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
 _DIVISOR = np.dtype([("value", "i4"), ("multiplier", "u4"), ("shift", "i4")])
@@ -39,7 +37,7 @@ PARAMS = np.dtype(
     + [(name, "f8") for name in ("scale", "softcap", "scale_over_softcap")]
     + [(name, _DIVISOR) for name in ("heads", "group", "tiles")]
     + [(name, "i4") for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
-    + [(name, "i4") for name in ("diagonal", "left", "right")],
+    + [(name, "i4") for name in ("rows_per_block", "diagonal", "left", "right")],
     align=True,
 )
 #: The same bytes as one opaque item: a structured array is copied field by field, by NumPy and by
@@ -47,10 +45,10 @@ PARAMS = np.dtype(
 _OPAQUE = np.dtype((np.void, PARAMS.itemsize))
 
 
-def make_params(problem: Problem, tiles: int) -> np.ndarray[Any, Any]:
+def make_params(problem: Problem, blocks: int, rows_per_block: int) -> np.ndarray[Any, Any]:
     """The parameters of one launch, one opaque item, shape (1,), every pointer 0.
 
-    `tiles` is the number of query tiles of one head.
+    `blocks` is the number of thread blocks of one head.
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):
@@ -65,7 +63,8 @@ def make_params(problem: Problem, tiles: int) -> np.ndarray[Any, Any]:
         p["softcap"] = problem.softcap
         p["scale_over_softcap"] = problem.scale / problem.softcap
     p["heads"], p["group"] = divisor(problem.heads), divisor(problem.group)
-    p["tiles"] = divisor(tiles)
+    p["tiles"] = divisor(blocks)
+    p["rows_per_block"] = rows_per_block
     for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         p[name] = getattr(problem, name)
     band = problem.band

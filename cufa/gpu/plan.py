@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.errors import UnsupportedError
-from cufa.gpu.config import Config, Scores, find_config, round_up, smem_bytes
+from cufa.gpu.config import Config, Scores, find_config, round_up, smem_bytes, state_bytes
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS, make_params
 from cufa.gpu.registry import select
+from cufa.options import ITEMSIZE
 from cufa.problem import Problem
 
 _MAX_GRID = (1 << 31) - 1
+#: What to load a key block costs, in query tiles that are computed meanwhile.
+_LOAD_TILES = 2
 #: base/config.cuh, enum DType.
 _DTYPE_NUMBER = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, None: 4}
 
@@ -44,6 +47,11 @@ class KernelKey(NamedTuple):
         """Dynamic shared memory of one block."""
         return smem_bytes(self.kernel, self.config, self.dtype, self.head_dim, self.head_dim_v)
 
+    @property
+    def state_bytes(self) -> int:
+        """Workspace of one query tile."""
+        return state_bytes(self.kernel, self.config, self.dtype, self.head_dim_v)
+
     def defines(self) -> dict[str, int]:
         """The -D facts of base/config.cuh, without their prefix."""
         facts = self._asdict()
@@ -52,7 +60,8 @@ class KernelKey(NamedTuple):
         for name in ("dtype", "bias"):
             facts[name] = _DTYPE_NUMBER[facts[name]]
         facts |= self.config._asdict()
-        facts |= {"smem_bytes": self.smem_bytes, "params_bytes": PARAMS.itemsize}
+        facts |= {"smem_bytes": self.smem_bytes, "state_bytes": self.state_bytes}
+        facts["params_bytes"] = PARAMS.itemsize
         return {name.upper(): int(value) for name, value in facts.items()}
 
 
@@ -72,6 +81,8 @@ class Plan:
     """The launches that solve a problem; none if its result is empty."""
 
     steps: tuple[Step, ...]
+    #: What the kernels share beside the arrays, in elements of the accumulator's type.
+    workspace: int = 0
 
 
 def make_key(problem: Problem, device: Device) -> KernelKey:
@@ -138,11 +149,33 @@ def make_plan(problem: Problem, device: Device) -> Plan:
         return Plan(())
     key = make_key(problem, device)
     tiles = -(-problem.seqlen_q // key.config.block_m)
-    grid = tiles * problem.heads * problem.batch
+    heads = problem.batch * problem.heads
+    blocks = ranges(tiles, heads, key, device) if key.state_bytes else tiles
+    grid = blocks * heads
     if grid > _MAX_GRID:
         raise UnsupportedError(
             f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {grid} "
             f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
-    params = make_params(problem, tiles)
-    return Plan((Step(key, grid, params, key.config.threads, key.smem_bytes),))
+    rows_per_block = -(-tiles // blocks) * key.config.block_m
+    params = make_params(problem, blocks, rows_per_block)
+    workspace = heads * tiles * key.state_bytes // ITEMSIZE[problem.accumulator]
+    return Plan((Step(key, grid, params, key.config.threads, key.smem_bytes),), workspace)
+
+
+def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:
+    """Into how many ranges a block each takes the `tiles` query tiles of each of `heads` heads.
+
+    As many as it takes for the card to be full: one more range loads all keys once more. Where
+    keys are bounded on the right, later ranges take longer: then four times as many, so that
+    short ones fill up beside long ones.
+    """
+    slots = device.sm_count * key.config.blocks_per_sm
+    if key.right:
+        wanted = -(-4 * slots // heads)
+        return -(-tiles // -(-tiles // min(tiles, wanted)))
+    best = min(
+        range(1, min(tiles, -(-2 * slots // heads)) + 1),
+        key=lambda n: -(-heads * n // slots) * (-(-tiles // n) + _LOAD_TILES),
+    )
+    return -(-tiles // -(-tiles // best))

@@ -56,6 +56,9 @@ KERNELS = (
     KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
     KernelSpec("fa2_fwd",      "fa2",     ("float32", "float64"),          128,    80, True),
     KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),
+    KernelSpec("fa1_fwd",      "fa1",     ("float16", "bfloat16"),         128,    80, True),
+    KernelSpec("fa1_fwd_simt", "fa1",     FLOAT_DTYPES[:3],                256,    70, False),
+    KernelSpec("fa1_fwd_simt", "fa1",     ("float64",),                    128,    70, False),
 )
 # fmt: on
 

@@ -88,6 +88,15 @@ Problem = Case | _LINEAR
 PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     "fa2_fwd": _attention("float16"),
     "fa2_fwd_simt": _attention("float32"),
+    "fa1_fwd": {  # several blocks of keys, which are longer there
+        "plain": (
+            _case(65, 257, head_dim=96, dtype="float16"),
+            _case(40, 300, head_dim=96, dtype="float16", scores="growing"),
+            _case(40, 300, head_dim=96, dtype="float16", scores="falling"),
+        ),
+        "causal": (_case(150, 70, head_dim=96, dtype="float16", causal=True),),
+    },
+    "fa1_fwd_simt": _attention("float32"),
     "linear_attention_sm90": {
         "plain": (_LINEAR(), _LINEAR(2, 2, 2, seqlen_q=129, seqlen_k=321)),
     },

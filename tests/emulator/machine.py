@@ -12,12 +12,15 @@ import cufa
 from cufa.arrays import Arrays, are_aligned, sign
 from cufa.gpu import launch
 from cufa.gpu.device import Device
-from cufa.gpu.params import OUTPUTS, PARAMS, Buffers
+from cufa.gpu.params import PARAMS, Buffers
 from cufa.gpu.plan import KernelKey, Step, make_key
 from cufa.problem import Signature, make_problem
 from cufa.testing import numpy_dtype
 from emulator import build, run
 from emulator.run import Access, Counts, Schedule
+
+#: Of what is not an input.
+_ACCESS = {"o": Access.WRITE_ONCE, "lse": Access.WRITE_ONCE, "workspace": Access.THREAD_OWN}
 
 
 class Emulator:
@@ -35,7 +38,7 @@ class Emulator:
         self.counts: Counts | None = None
 
     def device(self, ordinal: int) -> Device:
-        return Device.of_arch(self.arch)
+        return Device.of_arch(self.arch)  # one multiprocessor, so that blocks have several tiles
 
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
         return build.library(build.Unit.of(key.kernel, key.defines(), self.mode), self.edit)
@@ -52,7 +55,7 @@ class Emulator:
         for name, a in buffers._asdict().items():
             if a is not None:
                 params[name] = a.ctypes.data
-                arrays[name] = (a, Access.WRITE_ONCE if name in OUTPUTS else Access.READ)
+                arrays[name] = (a, _ACCESS.get(name, Access.READ))
         self.counts = run.run(
             kernel,
             params,

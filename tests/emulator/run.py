@@ -36,6 +36,9 @@ class Access(IntEnum):
     WRITE_ONCE = 1
     #: Added to atomically, and nothing else.
     ADD = 2
+    #: Scratch memory. An element belongs to the thread that first stores it: only that one touches
+    #: it, and does not load before.
+    THREAD_OWN = 3
 
 
 class Kind(Enum):

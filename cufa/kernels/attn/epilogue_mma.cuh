@@ -6,8 +6,8 @@
 // The four lanes that share a row exchange what they hold of four 8-column tiles, so that each
 // stores 16 bytes of one of them: a warp that stores single pairs writes half sectors, and four
 // times as many.
-template <int kRowTiles, int kColTiles>
-DEVICE void store_output(MmaFragment<kRowTiles, kColTiles>& o, const Params& p, const Tile& tile) {
+template <template <int, int> class Fragment, int kRowTiles, int kColTiles>
+DEVICE void store_output(Fragment<kRowTiles, kColTiles>& o, const Params& p, const Tile& tile) {
   static_assert(kColTiles % 4 == 0);
 #pragma unroll
   for (int r = 0; r < o.kRows; ++r) {

@@ -25,6 +25,7 @@ struct Params {
   const void *q, *k, *v;
   void *o, *lse;
   const void *mask, *bias, *alibi_slopes, *sink;
+  void* workspace;
 
   Strides q_stride, k_stride, v_stride, o_stride;
   ScoreStrides mask_stride, bias_stride;
@@ -33,9 +34,10 @@ struct Params {
   f64 scale, softcap, scale_over_softcap;
 
   Divisor heads, group;  // query heads, and how many of them share a key/value head
-  Divisor tiles;         // query tiles of one head
+  Divisor tiles;         // query tiles of one head, or ranges of them: what blocks it has
   i32 seqlen_q, seqlen_k;
   i32 head_dim, head_dim_v;
+  i32 rows_per_block;         // a multiple of kBlockM, where blocks have ranges of tiles
   i32 diagonal, left, right;  // row i sees keys i + diagonal - left .. i + diagonal + right
 };
 static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");

@@ -14,13 +14,47 @@ constexpr f32 kFoldLimit = 16384.f;
 // weights are up to 2^kSlack, which costs no precision, and most blocks multiply no output.
 constexpr f32 kSlack = 8.f;
 
+// From scores, as score_mod leaves them, to exponents of 2.
+DEVICE Real exponent_scale(const Params& p) {
+  return kFoldScale ? Real(p.scale * kLog2e) : Real(kLog2e);
+}
+
+// Whether scale * s and scale * x may be rounded apart; not where x is infinite or NaN.
+DEVICE bool can_fold(Real x, Real scale) { return abs_of(ptx::mul_rn(x, scale)) < kFoldLimit; }
+
+DEVICE Real sink_of(const Params& p, const Tile& tile) {
+  if constexpr (!kSink) return 0;
+  return static_cast<const Real*>(p.sink)[tile.head * p.sink_stride_head];
+}
+
+struct RowEnd {
+  Real factor;  // what the row's output is multiplied by; 0 for a row that saw no key
+  Real lse;     // natural log; -inf for such a row, if it has no sink
+};
+
+// `sum` is that of the weights exp2(scale * (s - m)).
+DEVICE RowEnd end_row(Real m, Real sum, Real scale, Real sink) {
+  Real rescale = 1;
+  Real top = kFoldScale ? m * scale * Real(kLn2) : m;  // natural units
+  if constexpr (kSink) {                               // one more score, without a value
+    const Real base = larger(top, sink);
+    if (base != -infinity()) {
+      // A large sink makes results tiny, and bfloat16 reaches as far down as float32.
+      rescale = exp2_with_denormals((top - base) * Real(kLog2e));
+      sum = sum * rescale + exp2_with_denormals((sink - base) * Real(kLog2e));
+      top = base;
+    }
+  }
+  return {sum == 0 ? Real(0) : rescale / sum,
+          sum == 0 ? -infinity() : top + log2_of(sum) * Real(kLn2)};
+}
+
 template <int kRows> struct OnlineSoftmax {
-  Real scale;     // from scores, as score_mod leaves them, to exponents of 2
+  Real scale;     // exponent_scale
   Real m[kRows];  // what the weights of a row are relative to: about its largest score so far
   Real l[kRows];  // this lane's part of sum exp2(scale * (s - m))
 
-  DEVICE explicit OnlineSoftmax(const Params& p)
-      : scale(kFoldScale ? Real(p.scale * kLog2e) : Real(kLog2e)) {
+  DEVICE explicit OnlineSoftmax(const Params& p) : scale(exponent_scale(p)) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) m[r] = -infinity(), l[r] = 0;
   }
@@ -36,14 +70,15 @@ template <int kRows> struct OnlineSoftmax {
 #pragma unroll
       for (int c = 1; c < Scores::kCols; ++c) top[r] = larger(top[r], s.at(r, c));
       top[r] = row_max<Scores::kRowLanes>(top[r]);
-      special |= ((top[r] - m[r]) * scale > kSlack) | !can_fold(m[r]);  // no branch for each row
+      // Without a branch for each row.
+      special |= ((top[r] - m[r]) * scale > kSlack) | !can_fold(m[r], scale);
     }
     // One branch for all rows, so that exponentials and the product that follows share a block of
     // instructions, in which the compiler runs one under the other.
     if (ptx::vote_any(special)) follow(top, s, o);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Real base = can_fold(m[r]) ? ptx::mul_rn(m[r], scale) : Real(0);
+      const Real base = can_fold(m[r], scale) ? ptx::mul_rn(m[r], scale) : Real(0);
 #pragma unroll
       for (int c = 0; c < Scores::kCols; ++c) {
         s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
@@ -55,32 +90,17 @@ template <int kRows> struct OnlineSoftmax {
   // Divides the output by l; returns lse, natural log. A row that saw no key gives 0 and -inf.
   template <class Output>
   DEVICE void finish(Output& o, const Params& p, const Tile& tile, Real (&lse)[kRows]) {
-    Real sink = 0;
-    if constexpr (kSink) sink = static_cast<const Real*>(p.sink)[tile.head * p.sink_stride_head];
+    const Real sink = sink_of(p, tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      Real sum = row_sum<Output::kRowLanes>(l[r]), rescale = 1;
-      Real top = kFoldScale ? m[r] * scale * Real(kLn2) : m[r];  // natural units
-      if constexpr (kSink) {                                     // one more score, without a value
-        const Real base = larger(top, sink);
-        if (base != -infinity()) {
-          // A large sink makes results tiny, and bfloat16 reaches as far down as float32.
-          rescale = exp2_with_denormals((top - base) * Real(kLog2e));
-          sum = sum * rescale + exp2_with_denormals((sink - base) * Real(kLog2e));
-          top = base;
-        }
-      }
-      const Real inverse = sum == 0 ? Real(0) : rescale / sum;
-      lse[r] = sum == 0 ? -infinity() : top + log2_of(sum) * Real(kLn2);
+      const RowEnd end = end_row(m[r], row_sum<Output::kRowLanes>(l[r]), scale, sink);
+      lse[r] = end.lse;
 #pragma unroll
-      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= inverse;
+      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= end.factor;
     }
   }
 
  private:
-  // Whether scale * s and scale * x may be rounded apart; not where x is infinite or NaN.
-  DEVICE bool can_fold(Real x) const { return abs_of(ptx::mul_rn(x, scale)) < kFoldLimit; }
-
   // Moves m up to the largest score so far. The output so far is multiplied by
   // diag(exp(m_prev - m_new)), not by its inverse.
   template <class Scores, class Output>
@@ -90,7 +110,7 @@ template <int kRows> struct OnlineSoftmax {
       const Real previous = m[r];
       m[r] = larger(previous, top[r]);
       Real from = ptx::mul_rn(previous, scale), base = ptx::mul_rn(m[r], scale);
-      if (!can_fold(m[r])) {
+      if (!can_fold(m[r], scale)) {
         // A row without a key yet keeps its place: -inf - -inf would be NaN.
         const Real shift = m[r] == -infinity() ? Real(0) : m[r];
 #pragma unroll

@@ -7,14 +7,15 @@ struct Tile {
   int batch, head, kv_head;
   int row0;  // first query row
 
-  DEVICE Tile(const Params& p, u32 block) {
+  // Thread block number `block`, if each has `rows` rows.
+  DEVICE Tile(const Params& p, u32 block, int rows = kBlockM) {
     const int sequence_head = p.tiles.quotient(block);
     const int tile = block - sequence_head * p.tiles.value;
     batch = p.heads.quotient(sequence_head);
     head = sequence_head - batch * p.heads.value;
     kv_head = p.group.quotient(head);
     // Later rows of a causal problem see more keys: the longest tiles start first.
-    row0 = (kRight ? p.tiles.value - 1 - tile : tile) * kBlockM;
+    row0 = (kRight ? p.tiles.value - 1 - tile : tile) * rows;
   }
 
   DEVICE const Elem* q(const Params& p) const { return matrix(p.q, p.q_stride, head); }

@@ -32,6 +32,7 @@ constexpr int kBlocksPerSm = CUFA_BLOCKS_PER_SM;
 
 // What Python has computed from the above, to be checked against what the kernel uses
 constexpr int kSmemBytes = CUFA_SMEM_BYTES;
+constexpr int kStateBytes = CUFA_STATE_BYTES;  // in global memory, for each query tile
 constexpr int kParamsBytes = CUFA_PARAMS_BYTES;
 
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims come rounded up to 32");

@@ -10,6 +10,9 @@ namespace emu {
 namespace {
 
 std::vector<std::vector<uint8_t>> written;  // by array, by byte; empty for inputs
+// Of scratch memory, by array, by byte: 1 + the number, in the launch, of the thread that wrote it
+// first; 0: nobody.
+std::vector<std::vector<int64_t>> owner;
 
 // How many bytes from `p` on belong to elements of the view and lie side by side; 0: none.
 int64_t run_at(const Array& a, const uint8_t* p) {
@@ -51,12 +54,34 @@ bool contains(const Array& a, const uint8_t* p, int bytes) {
        (long long)nearest->bytes);
 }
 
+void touch_own(const Array& a, int64_t* owners, const uint8_t* p, int bytes, Access access) {
+  const Dim3 b = block.index;
+  const int32_t* grid = launch->grid;
+  const int64_t block_number = b.x + grid[0] * (b.y + int64_t(grid[1]) * b.z);
+  const int64_t me = 1 + block_number * block.n_threads + self->id;
+  for (int i = 0; i < bytes; ++i) {
+    if (owners[i] == me) continue;
+    const long long at = p + i - a.base;
+    if (owners[i])
+      fail(Kind::output, "thread %d: %s of %s at %+lld, which is another thread's", self->id,
+           self->op, a.name, at);
+    if (access == Access::read)
+      fail(Kind::unwritten, "thread %d: %s of %s at %+lld, which nobody has written", self->id,
+           self->op, a.name, at);
+    owners[i] = me;
+  }
+}
+
 void touch(const void* address, int bytes, Access access) {
   if (!launch->checked) return;
   const auto* p = static_cast<const uint8_t*>(address);
   for (int i = 0; i < launch->n_arrays; ++i) {
     const Array& a = launch->arrays[i];
     if (p < a.base || p >= a.base + a.bytes || !contains(a, p, bytes)) continue;
+    if (a.access == Access::thread_own && access != Access::add) {
+      touch_own(a, owner[i].data() + (p - a.base), p, bytes, access);
+      return;
+    }
     if (access == Access::read && a.access != Access::add) {
       for (int b = 0; b < bytes && a.access == Access::write_once; ++b)
         if (!written[i][p - a.base + b])
@@ -68,6 +93,7 @@ void touch(const void* address, int bytes, Access access) {
       fail(Kind::output, "thread %d: %s touches %s, which is %s", self->id, self->op, a.name,
            a.access == Access::read         ? "an input"
            : a.access == Access::write_once ? "an output, to be stored"
+           : a.access == Access::thread_own ? "scratch memory"
                                             : "a sum, to be added to atomically");
     if (access == Access::add) return;
     for (int b = 0; b < bytes; ++b)
@@ -87,8 +113,12 @@ void add_global(const void* p, int bytes) { touch(p, bytes, Access::add); }
 
 void begin_arrays() {
   written.assign(launch->n_arrays, {});
-  for (int i = 0; i < launch->n_arrays; ++i)
-    if (launch->arrays[i].access == Access::write_once) written[i].resize(launch->arrays[i].bytes);
+  owner.assign(launch->n_arrays, {});
+  for (int i = 0; i < launch->n_arrays; ++i) {
+    const Array& a = launch->arrays[i];
+    if (a.access == Access::write_once) written[i].resize(a.bytes);
+    if (a.access == Access::thread_own) owner[i].resize(a.bytes);
+  }
 }
 
 void end_arrays() {

@@ -4,7 +4,7 @@
 
 namespace emu {
 
-enum class Access : int32_t { read, write_once, add };
+enum class Access : int32_t { read, write_once, add, thread_own };
 
 // A strided view: strides in bytes, positive, from the largest to the smallest, none of axes that
 // have one element or stride 0.
