@@ -37,6 +37,7 @@ _BLOCK_SCORES = 1 << 18
 _BLOCK_ROWS = 512
 #: Most elements in a block of q, k or v of one pair; twice as many in that of several.
 _BLOCK_ELEMENTS = 1 << 17
+ALGORITHMS = ("auto", "fa2", "standard")
 #: On 16 processors more threads than this were slower: they wait at that lock.
 _MAX_THREADS = 8
 #: Scores that are worth a thread: about two milliseconds.
@@ -54,9 +55,10 @@ def run(call: Signature, arrays: Arrays) -> Any:
     ArgumentError, DTypeError, OutOfMemoryError, ShapeError, UnsupportedError
         Before anything is written.
     """
-    if call.algorithm == "fa1":
+    if call.algorithm not in ALGORITHMS:
         raise UnsupportedError(
-            "algorithm is 'fa1', which has GPU kernels only; for NumPy inputs pass 'auto' or 'fa2'"
+            f"algorithm is {call.algorithm!r}, which has GPU kernels only; for NumPy inputs pass "
+            "'auto' or 'fa2'"
         )
     problem = make_problem(call)
     out = arrays.out

@@ -22,6 +22,7 @@ from cufa.bounds import Error, worst_error
 from cufa.gpu import launch
 from cufa.gpu.device import Device
 from cufa.gpu.registry import KERNELS
+from cufa.options import ALGORITHMS
 from cufa.testing import FEATURES, Case, assert_within_rounding, cases
 from cufa.tools import cli
 from cufa.tools.backends import Backend, find_backends
@@ -43,6 +44,13 @@ def wrong(q, k, v, **options):
     return out, lse
 cufa.attention = wrong
 """
+
+
+def on_any(*arrays, algorithm="auto", **options):
+    """Attention in NumPy, in the place of kernels of any algorithm too."""
+    if algorithm == "fa1":
+        algorithm = "fa2"
+    return cufa.attention(*arrays, algorithm=algorithm, **options)
 
 
 class Seen(list):
@@ -153,7 +161,7 @@ def test_a_fault_of_the_oracle_is_no_fault_of_attention(monkeypatch):
 
 def test_the_same_seed_draws_the_same_problems():
     def drawn(seed):
-        return [error for *_, error in find(seed=seed, max_examples=30)[1]]
+        return [error for *_, error in find(seed=seed, max_examples=15)[1]]
 
     assert drawn(5) == drawn(5)
     assert drawn(5) != drawn(6)
@@ -170,15 +178,51 @@ def test_only_the_dtype_wished_for_is_drawn(dtype):
     assert {seen[1] for seen in find(dtypes=[dtype], max_examples=20)[1]} == {dtype}
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "fa2_fwd", "fa2_fwd_simt"])
+@pytest.mark.parametrize("kernel", ["cpu", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd_simt", "standard"])
 def test_only_the_kernel_wished_for_is_held(kernel):
-    _, seen = find(backends=(CPU, CARD), kernels=[kernel], max_examples=20)
+    _, seen = find(on_any, backends=(CPU, CARD), kernels=[kernel], max_examples=20)
     assert {name for name, *_ in seen} == {kernel}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_only_the_algorithm_wished_for_is_drawn(algorithm):
+    asked = set()
+
+    def attention(*arrays, **options):
+        asked.add(options.get("algorithm", "auto"))
+        return on_any(*arrays, **options)
+
+    find(attention, backends=(CPU, CARD), algorithms=[algorithm], max_examples=20)
+    assert asked == {algorithm}
+
+
+def test_every_algorithm_is_held_wherever_it_is():
+    _, seen = find(on_any, backends=(CPU, CARD), max_examples=60)
+    kernels = {name for name, *_ in seen}
+    assert {"cpu", "standard", "fa2_fwd_simt", "fa1_fwd_simt"} <= kernels
+
+
+def test_without_cublas_standard_is_held_in_numpy_and_said_not_to_be_on_the_gpu(
+    monkeypatch, capsys
+):
+    without = CARD._replace(no_standard="there is no cuBLAS")
+    monkeypatch.setattr("cufa.tools.verify.find_backends", lambda: [CPU, without])
+    assert cli.main(["verify", "--algorithm", "standard", "--max-examples", "10"]) == 0
+    shown = capsys.readouterr().out
+    assert "standard was not held in numpy: there is no cuBLAS" in shown
+    assert find(backends=(CPU, without), algorithms=["standard"], max_examples=10)[1]
+    with pytest.raises(ArgumentError, match="kernel is any, algorithm standard; no problem"):
+        find(backends=(without,), algorithms=["standard"], max_examples=5)
+
+
+def test_a_kernel_of_another_algorithm_than_wished_for_is_an_error():
+    with pytest.raises(ArgumentError, match="kernel is fa1_fwd_simt, algorithm fa2; no problem"):
+        find(backends=(CARD,), kernels=["fa1_fwd_simt"], algorithms=["fa2"], max_examples=5)
 
 
 def test_a_kernel_that_serves_nothing_here_is_an_error():
     old = Backend(np, Device.of_arch(75))
-    with pytest.raises(ArgumentError, match=r"kernel is fa2_fwd; no problem of float64"):
+    with pytest.raises(ArgumentError, match=r"kernel is fa2_fwd, .*; no problem of float64"):
         find(backends=(old,), kernels=["fa2_fwd"], dtypes=["float64"], max_examples=5)
 
 

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.arrays import Arrays, are_aligned, sign
+from cufa.cpu import ALGORITHMS as CPU_ALGORITHMS
+from cufa.errors import BuildError, UnsupportedError
+from cufa.gpu import cublas
 from cufa.gpu.device import Device
 from cufa.gpu.registry import select
 from cufa.gpu.survey import find_cards, import_cupy
 from cufa.problem import make_problem
 
 CPU_KERNEL = "cpu"
+#: No kernel, but named where kernels are: on NumPy and on CuPy.
+STANDARD = "standard"
 
 
 class Backend(NamedTuple):
@@ -21,9 +26,11 @@ class Backend(NamedTuple):
     xp: Any
     #: None: the CPU.
     device: Device | None
+    #: Why `STANDARD` cannot run here; None if it can.
+    no_standard: str | None = None
 
     def kernel(self, q: Any, k: Any, v: Any, **options: Any) -> str:
-        """Name of the kernel that serves such a call; "cpu" in NumPy.
+        """Name of the kernel that serves such a call; "cpu" in NumPy, "standard" for that.
 
         The arrays are NumPy's, with the strides and the alignment that those on the device have.
 
@@ -32,7 +39,14 @@ class Backend(NamedTuple):
         UnsupportedError
             There is none.
         """
+        algorithm = options.get("algorithm", "auto")
+        if algorithm == "standard":
+            if self.no_standard:
+                raise UnsupportedError(self.no_standard)
+            return STANDARD
         if self.device is None:
+            if algorithm not in CPU_ALGORITHMS:
+                raise UnsupportedError(f"algorithm is {algorithm!r}, which has GPU kernels only")
             return CPU_KERNEL
         arrays = Arrays(*(_with_contiguous_rows(a) for a in (q, k, v)), **_arrays_among(options))
         call = sign(arrays, **{**_DEFAULTS, **_plain_among(options)})
@@ -44,8 +58,17 @@ def find_backends() -> list[Backend]:
     backends = [Backend(np, None)]
     if cards := find_cards():
         cupy: Any = import_cupy()
-        backends.append(Backend(cupy, cards[cupy.cuda.Device().id].device))
+        device = cards[cupy.cuda.Device().id].device
+        backends.append(Backend(cupy, device, _missing_cublas()))
     return backends
+
+
+def _missing_cublas() -> str | None:
+    try:
+        cublas.load()
+    except BuildError as error:
+        return str(error)
+    return None
 
 
 _DEFAULTS = {

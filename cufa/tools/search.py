@@ -14,9 +14,11 @@ import hypothesis
 import numpy as np
 from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Flaky, Unsatisfiable
+from hypothesis.strategies import sampled_from
 
 from cufa.bounds import Error, Exact, exact, worst_error
-from cufa.errors import ArgumentError
+from cufa.errors import ArgumentError, UnsupportedError
+from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS, Case, assert_within_rounding, cases
 from cufa.tools.backends import Backend
 
@@ -55,6 +57,7 @@ class Wish:
     #: From the start of the search; shrinking takes as long as it takes.
     seconds: float | None = None
     dtypes: Sequence[str] = FLOATS
+    algorithms: Sequence[str] = ALGORITHMS
     #: Kernels to hold; None: all.
     kernels: Collection[str] | None = None
     #: Draw any head dims and features for a GPU too, where most then need a kernel of their own.
@@ -97,7 +100,7 @@ def search(
         report_multiple_bugs=False,
         suppress_health_check=tuple(HealthCheck),
     )
-    @hypothesis.given(case=cases(dtypes=wish.dtypes))
+    @hypothesis.given(case=cases(dtypes=wish.dtypes, algorithm=sampled_from(wish.algorithms)))
     def hold(case: Case) -> None:
         trial(case)
 
@@ -106,10 +109,11 @@ def search(
     except _Stop:
         pass
     except Unsatisfiable:
-        names = ", ".join(sorted(wish.kernels or ()))
+        kernels = ", ".join(sorted(wish.kernels or ["any"]))
         raise ArgumentError(
-            f"kernel is {names}; no problem of {', '.join(wish.dtypes)} that was drawn is served "
-            "by it here: allow other dtypes, or more examples"
+            f"kernel is {kernels}, algorithm {', '.join(wish.algorithms)}; no problem of "
+            f"{', '.join(wish.dtypes)} that was drawn is served by it here: allow others, or more "
+            "examples"
         ) from None
     except Flaky:
         trial.doubt("it does not fail every time")
@@ -140,9 +144,9 @@ class _Trial:
             raise _Stop
         case = case.few_kernels() if self._bend else case
         arrays, options = case.arrays(np), case.options(np)
-        kernels = [(b, b.kernel(*arrays, **options)) for b in self._backends]
+        kernels = [(b, _kernel(b, arrays, options)) for b in self._backends]
         wanted = self._wish.kernels
-        held = [(b, name) for b, name in kernels if wanted is None or name in wanted]
+        held = [(b, name) for b, name in kernels if name and (wanted is None or name in wanted)]
         hypothesis.assume(held)
         expected = exact(*arrays, **options)
         for backend, kernel in held:
@@ -170,6 +174,16 @@ class _Trial:
         """Say what the failure lacks."""
         assert self.failure is not None
         self.failure = self.failure._replace(doubt=reason)
+
+
+def _kernel(backend: Backend, arrays: Sequence[Any], options: dict[str, Any]) -> str | None:
+    """Which serves a call; None if its algorithm has none there. "auto" must have one."""
+    try:
+        return backend.kernel(*arrays, **options)
+    except UnsupportedError:
+        if options.get("algorithm", "auto") == "auto":
+            raise
+        return None
 
 
 def _breaks_the_device(error: Exception) -> bool:

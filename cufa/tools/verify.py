@@ -20,8 +20,9 @@ import cufa
 from cufa.bounds import Error
 from cufa.errors import ArgumentError
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
+from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS
-from cufa.tools.backends import CPU_KERNEL, Backend, find_backends
+from cufa.tools.backends import CPU_KERNEL, STANDARD, Backend, find_backends
 from cufa.tools.console import make_console, print_table
 from cufa.tools.script import make_script
 from cufa.tools.search import UNLIMITED, Failure, Wish, search
@@ -45,8 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kernel",
         action="append",
-        choices=(CPU_KERNEL, *KERNEL_NAMES),
+        choices=(CPU_KERNEL, *KERNEL_NAMES, STANDARD),
         help="hold only this kernel; may be repeated",
+    )
+    add(
+        "--algorithm",
+        action="append",
+        choices=ALGORITHMS,
+        help="hold only this algorithm; may be repeated",
     )
     add("--dtype", action="append", choices=FLOATS, help="draw only this dtype; may be repeated")
     add(
@@ -66,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
         max_examples=options.max_examples or limit,
         seconds=options.time,
         dtypes=_dtypes(options.dtype or FLOATS, options.kernel),
+        algorithms=_algorithms(options.algorithm, options.kernel),
         kernels=options.kernel,
         wide=options.wide,
     )
@@ -80,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             failure = search(cufa.attention, backends, wish, tally)
     tally.show()
+    _show_missing(backends, wish)
     if failure is not None:
         _show_failure(failure)
     return 0 if failure is None else 1
@@ -88,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
 def _backends(kernels: Collection[str] | None) -> list[Backend]:
     """Those that may run one of the kernels."""
     found = find_backends()
-    on_cpu = kernels is None or CPU_KERNEL in kernels
+    on_cpu = kernels is None or bool({CPU_KERNEL, STANDARD} & {*kernels})
     on_gpu = kernels is None or bool({*kernels} - {CPU_KERNEL})
     backends = [b for b in found if (on_cpu if b.device is None else on_gpu)]
     if not backends:
@@ -101,7 +110,7 @@ def _backends(kernels: Collection[str] | None) -> list[Backend]:
 
 def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]:
     """Those that one of the kernels takes."""
-    takes = {CPU_KERNEL: FLOATS}
+    takes = {CPU_KERNEL: FLOATS, STANDARD: FLOATS}
     for spec in KERNELS:
         takes[spec.name] = (*takes.get(spec.name, ()), *spec.dtypes)
     taken = {dtype for kernel in kernels or takes for dtype in takes[kernel]}
@@ -110,6 +119,15 @@ def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]
         limits = "; ".join(f"{kernel} takes {', '.join(takes[kernel])}" for kernel in kernels or ())
         raise ArgumentError(f"dtype is {', '.join(dtypes)}; {limits}")
     return found
+
+
+def _algorithms(algorithms: Sequence[str] | None, kernels: Collection[str] | None) -> Sequence[str]:
+    """Those wished for; else those of the kernels wished for; else all."""
+    if algorithms or kernels is None:
+        return algorithms or ALGORITHMS
+    of = {CPU_KERNEL: "fa2", STANDARD: "standard"}
+    of |= {spec.name: spec.algorithm for spec in KERNELS}
+    return sorted({of[kernel] for kernel in kernels})
 
 
 class Tally:
@@ -165,6 +183,12 @@ class Tally:
         names = ("kernel", "dtype", "calls", *_QUANTILE_NAMES, *_QUANTILE_NAMES)
         print_table(title, names, rows)
         print(f"\nseed {self._wish.seed}, {time.monotonic() - self._start:.0f} s")
+
+
+def _show_missing(backends: Sequence[Backend], wish: Wish) -> None:
+    for backend in backends:
+        if "standard" in wish.algorithms and backend.no_standard:
+            print(f"\nstandard was not held in {backend.xp.__name__}: {backend.no_standard}")
 
 
 def _show_failure(failure: Failure) -> None:
