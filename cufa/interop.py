@@ -38,7 +38,9 @@ _IMMUTABLE = {"jax", "jaxlib", "tensorflow"}
 _IMPORTS_BY_TYPE = {"onnxruntime"}
 
 
-def lend(function: Callable[..., Any], arrays: dict[str, Array]) -> Any:
+def lend(
+    function: Callable[..., Any], arrays: dict[str, Array], *, writes: str | None = "out"
+) -> Any:
     """`function(**arrays)`, computed on NumPy or CuPy arrays that share the memory of those given.
 
     Parameters
@@ -48,17 +50,21 @@ def lend(function: Callable[..., Any], arrays: dict[str, Array]) -> Any:
         its work is in CuPy's current stream.
     arrays : dict of str to array or None
         What is neither foreign nor None is passed on as it is, for `function` to refuse if it must.
+    writes : str or None, default "out"
+        Which of them `function` writes to and returns. None: it writes to none and returns no
+        arrays, but numbers about them.
 
     Returns
     -------
     array or tuple of arrays
         In the library of the first of `arrays` if that one is foreign and its library can import
-        DLPack, else NumPy's or CuPy's. The array given as ``out`` is returned as itself.
+        DLPack, else NumPy's or CuPy's. The array given as `writes` is returned as itself. If
+        that is None, what `function` returns.
 
     Raises
     ------
     ArgumentError
-        ``out`` cannot be written.
+        The array given as `writes` cannot be written.
     DeviceError
         An array is neither in host memory nor on a CUDA GPU, or is on one and there is no CuPy.
     DTypeError
@@ -68,22 +74,24 @@ def lend(function: Callable[..., Any], arrays: dict[str, Array]) -> Any:
     """
     foreign = {name: a for name, a in arrays.items() if is_foreign(a)}
     for name, a in foreign.items():
-        _refuse(name, a)
-    own = arrays | {name: _borrow(name, a) for name, a in foreign.items()}
+        _refuse(name, a, writes)
+    own = arrays | {name: _borrow(name, a, writes) for name, a in foreign.items()}
     result = function(**own)
 
     loans = [(a, own[name]) for name, a in foreign.items() if is_cupy(own[name])]
     if loans:
         _exchange().settle(loans)
-        if importer := _importer(arrays.get("out")):
+        if writes and (importer := _importer(arrays.get(writes))):
             # Makes its stream wait for the result, in any dtype as wide.
-            importer(own["out"].view(f"i{own['out'].itemsize}"))
+            importer(own[writes].view(f"i{own[writes].itemsize}"))
+    if writes is None:
+        return result
 
     give = _importer(next(iter(arrays.values())))
 
     def returned(a: Array) -> Array:
-        if a is own.get("out"):
-            return arrays["out"]
+        if a is own.get(writes):
+            return arrays[writes]
         return a if give is None else _export(a, give)
 
     return tuple(map(returned, result)) if isinstance(result, tuple) else returned(result)
@@ -92,7 +100,7 @@ def lend(function: Callable[..., Any], arrays: dict[str, Array]) -> Any:
 # --------------------------------------------------------------------------------------------- in
 
 
-def _refuse(name: str, a: Array) -> None:
+def _refuse(name: str, a: Array, writes: str | None) -> None:
     """Raise if `a` has a protocol that it cannot keep."""
     bases = {(base.__module__.partition(".")[0], base.__name__) for base in type(a).__mro__}
     if ("jax", "Tracer") in bases:
@@ -105,14 +113,14 @@ def _refuse(name: str, a: Array) -> None:
             f"{name} requires grad, and no gradient would flow through cufa; pass {name}.detach()"
         )
     immutable = _IMMUTABLE & {library for library, _ in bases}
-    if name == "out" and immutable:
+    if name == writes and immutable:
         raise ArgumentError(
-            f"out is an array of {min(immutable)}, which cannot be written; leave out= away and "
-            "take what is returned"
+            f"{name} is an array of {min(immutable)}, which cannot be written; leave {name}= away "
+            "and take what is returned"
         )
 
 
-def _borrow(name: str, a: Array) -> Array:
+def _borrow(name: str, a: Array, writes: str | None) -> Array:
     """A NumPy or CuPy array over the memory of a foreign one, to be read in stream order."""
     if not hasattr(a, "__dlpack__"):
         exchange = _exchange()
@@ -133,8 +141,8 @@ def _borrow(name: str, a: Array) -> Array:
             own = importer(relay)
         read_only = relay.read_only
         own = own.view(_bfloat16(name)) if relay.recoded else own
-    if name == "out" and read_only:
-        raise ArgumentError("out is read-only; pass an array that can be written")
+    if name == writes and read_only:
+        raise ArgumentError(f"{name} is read-only; pass an array that can be written")
     return own
 
 

@@ -14,12 +14,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cufa.arrays import CPU, Arrays, describe, namespace, sign
+from cufa import interop
+from cufa.arrays import CPU, Arrays, describe, is_foreign, namespace, sign
 from cufa.errors import DeviceError, DTypeError, ShapeError
 from cufa.options import dtype_name, plain_integer
 from cufa.problem import Causal, Problem, Window, make_problem
@@ -155,7 +157,7 @@ def report(
     Parameters
     ----------
     q, k, v, causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout
-        As in `cufa.attention`.
+        As in `cufa.attention`; arrays of other libraries too.
     out : array, shape (batch, heads, seqlen_q, head_dim_v) in `layout`, default None
         What attention returned, or another implementation: its error is measured.
     lse : array, shape (batch, heads, seqlen_q), default None
@@ -183,6 +185,20 @@ def report(
     """
     rows, seed = plain_integer("rows", rows, 1), plain_integer("seed", seed, 0)
     arrays = Arrays(q, k, v, mask, bias, alibi_slopes, sink)
+    named = arrays._asdict() | {"out": out, "lse": lse}
+    if any(map(is_foreign, named.values())):
+        on_own = partial(
+            report,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            layout=layout,
+            rows=rows,
+            seed=seed,
+        )
+        of_foreign: Report = interop.lend(on_own, named, writes=None)
+        return of_foreign
     call = sign(arrays, causal, window, softcap, scale, layout, False, "auto")
     problem, device = make_problem(call), call.q.device
     _check_result("out", out, problem.out_shape, problem.dtype, device)
@@ -190,8 +206,8 @@ def report(
 
     xp = namespace(q)
     with nullcontext() if device == CPU else xp.cuda.Device(device):
-        named = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-        not_finite = {name: _counts(xp, a) for name, a in named.items() if a is not None}
+        looked_at = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        not_finite = {name: _counts(xp, a) for name, a in looked_at.items() if a is not None}
         sample = _sample(problem, rows, seed)
         found = exact_rows(xp, problem, arrays._replace(out=out), lse, layout, sample)
         lse_of = (a[:, None] for a in (found.given_lse, found.lse, found.lse_bound))

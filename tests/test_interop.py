@@ -11,7 +11,16 @@ from foreign import Lender, assert_same_bits, make_library, pointer
 from hypothesis import given
 
 import cufa
-from cufa import ArgumentError, DeviceError, DTypeError, UnsupportedError, cpu, gpu, interop
+from cufa import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    UnsupportedError,
+    cpu,
+    gpu,
+    interop,
+    numerics,
+)
 from cufa.testing import FLOATS, cases, numpy_dtype
 
 SHAPE = (2, 4, 70, 64)
@@ -83,6 +92,21 @@ def test_results_over_two_sets_of_keys_merge(xp, dtype):
     want = cufa.merge(*halves[0], *halves[1])
     for a, b in zip(cufa.merge(*map(lent, (*halves[0], *halves[1]))), want, strict=True):
         assert_same_bits(a, b)
+
+
+def test_a_report_looks_at_arrays_of_any_library(xp):
+    q, k, v = normal(xp), normal(xp), normal(xp)
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    lse[0, 1, 2] = np.nan
+    want = numerics.report(q, k, v, out=out, lse=lse, causal=True, rows=9)
+    q, k, v, out, lse = map(Lender, (q, k, v, out, lse))
+    assert numerics.report(q, k, v, out=out, lse=lse, causal=True, rows=9) == want
+
+
+def test_a_report_reads_results_that_cannot_be_written(jax):
+    q = jax.numpy.ones((1, 2, 20, 64))
+    out = cufa.attention(q, q, q)
+    assert numerics.report(q, q, q, out=out).within_rounding
 
 
 # ------------------------------------------------------------------------------ no copies, and back
