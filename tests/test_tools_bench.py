@@ -51,6 +51,7 @@ def works(draw: st.DrawFn) -> Workload:
         seqlen_q=draw(st.none() | st.integers(1, 20)),
         head_dim_v=draw(st.none() | st.sampled_from([4, 16])),
         bias=draw(st.booleans()),
+        out=draw(st.booleans()),
     )
 
 
@@ -192,6 +193,18 @@ def test_plain_numpy_is_the_same_attention(peer, work):
     assert out.dtype == q.dtype
     error = abs(out.astype(np.float64) - wanted.out)[:, :, seen]
     assert (error <= 2 * wanted.out_bound[:, :, seen]).all()
+
+
+@settings(max_examples=40)
+@given(work=works())
+@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+def test_cufa_is_called_as_the_problem_says(algorithm, work):
+    (arrays,) = draw(np, work)
+    (call,) = peers.ours(algorithm, work, [arrays], lambda call: 0).calls
+    bias = None if arrays.bias is None else arrays.bias[None, None]
+    out = call()
+    assert_within_rounding(out, exact(*arrays[:3], causal=work.causal, bias=bias))
+    assert (out is call()) == work.out
 
 
 def test_extra_memory_is_what_a_call_holds_beyond_its_result():

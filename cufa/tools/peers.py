@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import cufa
+from cufa.arrays import namespace
 from cufa.errors import UnsupportedError
 from cufa.options import FLOAT_DTYPES
 from cufa.tools.timing import Contender, host_extra_bytes, reason
@@ -293,6 +294,7 @@ def ours(
     extra_bytes: Callable[[Callable[[], Any]], int],
 ) -> Contender:
     """cufa by one of its algorithms."""
+    shape = (work.batch, work.heads, work.seqlen_q, work.head_dim_v)
     calls = [
         partial(
             cufa.attention,
@@ -300,6 +302,7 @@ def ours(
             bias=arrays.bias,
             causal=work.causal,
             algorithm=algorithm,
+            out=namespace(arrays.q).empty(shape, arrays.q.dtype) if work.out else None,
         )
         for arrays in inputs
     ]

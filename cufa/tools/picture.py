@@ -59,7 +59,8 @@ def kind(work: Workload) -> str:
     dims = f"{work.head_dim}"
     dims += f"/{work.head_dim_v}" if work.head_dim_v != work.head_dim else ""
     causal = "causal" if work.causal else "full"
-    return f"{work.dtype}, {heads} heads of {dims}, {causal}{', bias' if work.bias else ''}"
+    more = f"{', bias' if work.bias else ''}{', out=' if work.out else ''}"
+    return f"{work.dtype}, {heads} heads of {dims}, {causal}{more}"
 
 
 def _panel(a: Any, title: str, quantity: str, results: list[Result], names: list[str]) -> None:

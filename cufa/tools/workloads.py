@@ -34,6 +34,8 @@ class Workload:
     causal: bool
     #: float32, of shape (seqlen_q, seqlen_k).
     bias: bool = False
+    #: cufa is given the array for its result.
+    out: bool = False
 
     @property
     def pairs(self) -> int:
@@ -67,7 +69,7 @@ class Workload:
         kind = "causal" if self.causal else "full"
         return (
             f"{self.dtype} d{dims} {lengths} {kind}, {self.batch}x{heads} heads"
-            f"{', bias' if self.bias else ''}"
+            f"{', bias' if self.bias else ''}{', out=' if self.out else ''}"
         )
 
 
@@ -93,6 +95,7 @@ def workload(
     seqlen_q: int | None = None,
     head_dim_v: int | None = None,
     bias: bool = False,
+    out: bool = False,
 ) -> Workload:
     """A workload whose batch and heads, unless given, make the papers' amount of work."""
     heads = heads or max(1, HIDDEN // head_dim)
@@ -107,6 +110,7 @@ def workload(
         head_dim_v=head_dim_v or head_dim,
         causal=causal,
         bias=bias,
+        out=out,
     )
 
 
@@ -157,7 +161,9 @@ def _paper() -> list[Workload]:
             for c in both
         ],
         workload(2048, 128, dtype="float64", tokens=4096),
-        workload(128, 64, dtype="float16", batch=1, heads=1),  # all host time
+        *[  # all host time
+            workload(128, 64, dtype="float16", batch=1, heads=1, out=out) for out in (False, True)
+        ],
     ]
 
 
