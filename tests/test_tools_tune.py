@@ -140,7 +140,7 @@ def test_candidates_are_many_and_the_card_has_room_for_each(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_kernel_asserts_no_more_than_the_candidates_keep_to(shape):
     pytest.importorskip("cuda.bindings.nvrtc")
-    kernel, dtype, d, dv = shape
+    _, dtype, d, dv = shape
     first, found = tried(*shape)
     work = workload(4096, d, dtype=dtype, head_dim_v=dv)
     key = key_of(work, CARD, "auto")
