@@ -21,7 +21,8 @@ using TileV = SwizzledTile<kBlockN, kHeadDimV>;
 using Output = OwnRows<kOwnRows / 8, kHeadDimV / 8>;
 using Rows = SliceRows<kSlices, kBlockM>;
 using Sums = SliceSums<kSlices, Output::kRows, Output::kCols>;
-constexpr bool kEarly = kBlockN > 64;  // smaller tiles are where registers are few
+// Whether O_i is loaded long before its use; tiles of few keys are for where registers are few.
+constexpr bool kEarly = kBlockN > 64;
 constexpr int kTurnBytes = max_of(TileK::kBytes, Sums::kBytes);
 
 static_assert(kSmemBytes == TileV::kBytes + TileQ::kBytes + kTurnBytes + 2 * Rows::kBytes,
@@ -52,7 +53,6 @@ fa1_fwd(const __grid_constant__ Params p) {
   const int end = tiles.keys(tiles.end - 1).last;
   for (int j = tiles.keys(tiles.begin).first; j < end; ++j) {                        // line 5
     tiles.see(j);
-    if (tiles.first >= tiles.last) continue;
     const int key0 = j * kBlockN;
     ptx::bar_sync();                            // all have used block j - 1 and its outputs
     copy_rows_async(k_smem, tiles.head.k(p), p.k_stride.row, key0, p.seqlen_k, p.head_dim);

@@ -37,7 +37,7 @@ FA1_FWD = (
     # barriers and copies
     Fault("no barrier before K is read",                   RACE,       "plain",
           "fa1_fwd.cu", "ptx::bar_sync(); // K_j", "// K_j"),
-    Fault("no barrier before the maxima are read",         UNWRITTEN,  "plain",
+    Fault("no barrier before the maxima are read",         RACE,       "plain",
           "fa1_fwd.cu", "ptx::bar_sync(); // maxima", "// maxima"),
     Fault("no barrier before the outputs are read",        RACE,       "plain",
           "fa1_fwd.cu", "ptx::bar_sync(); // sums", "// sums"),
@@ -56,7 +56,7 @@ FA1_FWD = (
           "ptx::bar_sync(); // K_j"),
     Fault("K lies over Q",                                 IN_FLIGHT,  "plain",
           "fa1_fwd.cu", "k_smem{q_smem.base + TileQ::kBytes}", "k_smem{q_smem.base}"),
-    Fault("the outputs lie over V",                        RACE,       "plain",
+    Fault("the outputs lie over Q and the end of V",       IN_FLIGHT,  "plain",
           "fa1_fwd.cu", "outputs{reinterpret_cast<Real*>(place)}",
           "outputs{reinterpret_cast<Real*>(place - TileV::kBytes)}"),
     # slices

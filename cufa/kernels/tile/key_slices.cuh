@@ -47,8 +47,8 @@ template <int kSlices, int kRows> struct SliceRows {
 
 // Sums of fragments over the slices. Thread t of each group holds the same rows; it owns
 // kOwnRows of them, the first in its fragment, and gives the next kOwnRows to thread t of the next
-// group, and so on. A place of 16 bytes for each (owner, giver) pair and run of columns; adjacent
-// threads have adjacent places, so that there are no bank conflicts.
+// group, and so on. Each giver has a place of its own with each owner, for each run of columns, and
+// adjacent threads' places are adjacent, so that there are no bank conflicts.
 template <int kSlices, int kOwnRows, int kCols> struct SliceSums {
   static constexpr int kGroup = kThreads / kSlices;
   static constexpr int kRun = kCols % kRealVec == 0 ? kRealVec : 2;
