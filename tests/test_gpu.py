@@ -172,7 +172,7 @@ def test_the_two_algorithms_agree_to_a_millionth_in_float32(cupy, causal):
     first, second = (
         cufa.attention(q, k, v, causal=causal, algorithm=algorithm) for algorithm in ("fa1", "fa2")
     )
-    assert float(abs(first - second).max()) <= 1e-6
+    assert float(abs(first - second).max()) <= 1e-6 * float(abs(second).max())
 
 
 @pytest.mark.parametrize("heads", [1, 40])
@@ -184,19 +184,22 @@ def test_fa1_cuts_heads_into_ranges_and_agrees_with_the_oracle(cupy, heads, caus
 
 
 def test_the_workspace_of_fa1_is_freed_and_grows_with_the_length_alone(cupy):
-    pool = cupy.get_default_memory_pool()
-    used = []
+    class Taken(cupy.cuda.MemoryHook):
+        name, size = "taken", 0
+
+        def malloc_postprocess(self, *, size, **_):
+            self.size += size
+
+    pool, taken = cupy.get_default_memory_pool(), []
     for seqlen in (4096, 8192, 16384):
         q, k, v = normal(cupy, 3, 1, 2, seqlen, 64, dtype="float16")
         out = cupy.empty_like(q)
-        cufa.attention(q, k, v, out=out, algorithm="fa1")
         before = pool.used_bytes()
-        pool.free_all_blocks()
-        held = pool.total_bytes()
-        cufa.attention(q, k, v, out=out, algorithm="fa1")
+        with Taken() as hook:
+            cufa.attention(q, k, v, out=out, algorithm="fa1")
         assert pool.used_bytes() == before
-        used.append(pool.total_bytes() - held)
-    assert used[2] <= 2.1 * used[1] <= 4.5 * used[0]
+        taken.append(hook.size)
+    assert 0 < taken[2] <= 2.1 * taken[1] <= 4.5 * taken[0]
 
 
 def test_rows_that_are_not_contiguous_are_copied_first(cupy):
