@@ -19,6 +19,7 @@ from emulator.faults import CONFLICTS, PROBLEMS, WRONG, Fault, Problem, Symptom
 from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
 from emulator.faults_fa1 import FA1_FWD, FA1_FWD_SIMT
 from emulator.faults_hopper import LINEAR_ATTENTION_SM90
+from emulator.faults_wide import FA2_FWD_FLOAT32, FA2_FWD_FLOAT64
 from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Counts, KernelError, Kind, Order, Schedule
 
@@ -29,6 +30,8 @@ from cufa.testing import Case, assert_within_rounding
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
 ARCH = 90
+#: Where a kernel is the first choice.
+ARCHS = {"fa2_fwd_simt": 75}
 SCHEDULES = (
     Schedule(Order.FIRST),
     Schedule(Order.LAST),
@@ -36,6 +39,8 @@ SCHEDULES = (
 )
 FAULTS = {
     "fa2_fwd": FA2_FWD,
+    "fa2_fwd float32": FA2_FWD_FLOAT32,
+    "fa2_fwd float64": FA2_FWD_FLOAT64,
     "fa2_fwd_simt": FA2_FWD_SIMT,
     "fa1_fwd": FA1_FWD,
     "fa1_fwd_simt": FA1_FWD_SIMT,
@@ -108,7 +113,7 @@ def run(
 ) -> Counts:
     """One run of an edited kernel; AssertionError if the result is not the formula."""
     if isinstance(problem, Case):
-        machine = Emulator(ARCH, edit)
+        machine = Emulator(ARCHS.get(kernel, ARCH), edit)
         machine.schedule = schedule
         assert_within_rounding(attention(machine, **arguments(kernel, problem)), exact(problem))
         return machine.counts
@@ -120,7 +125,8 @@ def run(
 def unit(kernel: str, problem: Problem) -> Unit:
     """What a problem runs."""
     if isinstance(problem, Case):
-        key = kernel_key(emulator(ARCH), **arguments(kernel, problem))
+        key = kernel_key(emulator(ARCHS.get(kernel, ARCH)), **arguments(kernel, problem))
+        assert key.kernel == kernel.split()[0]
         return Unit.of(key.kernel, key.defines())
     return Unit(linear_attention.KERNEL)
 
@@ -128,7 +134,8 @@ def unit(kernel: str, problem: Problem) -> Unit:
 @cache
 def arguments(kernel: str, case: Case) -> dict[str, Any]:
     arrays = dict(zip("qkv", case.arrays(np), strict=True))
-    return arrays | case.options(np) | {"return_lse": True, "algorithm": ALGORITHM[kernel]}
+    how = {"return_lse": True, "algorithm": ALGORITHM[kernel.split()[0]]}
+    return arrays | case.options(np) | how
 
 
 @cache

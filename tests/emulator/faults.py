@@ -84,9 +84,11 @@ def _attention(dtype: str) -> dict[str, tuple[Case, ...]]:
 
 _LINEAR = linear_attention.Problem
 Problem = Case | _LINEAR
-#: By kernel.
+#: By kernel, and dtype if it is served differently.
 PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     "fa2_fwd": _attention("float16"),
+    "fa2_fwd float32": _attention("float32"),
+    "fa2_fwd float64": _attention("float64"),
     "fa2_fwd_simt": _attention("float32"),
     "fa1_fwd": {  # several blocks of keys, which are longer there
         "plain": (

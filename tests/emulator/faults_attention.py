@@ -25,7 +25,7 @@ FA2_FWD = (
     Fault("one row too many is loaded",                    BOUNDS,     "plain",
           "tile/copy_async.cuh", "row < rows ? bytes : 0", "row <= rows ? bytes : 0"),
     Fault("columns past the head dim are loaded",          BOUNDS,     "narrow",
-          "tile/copy_async.cuh", "kWhole || right >= 8 ? 16 :", "true ? 16 :"),
+          "tile/copy_async.cuh", "kWhole || right >= kChunk ? 16 :", "true ? 16 :"),
     Fault("every query head has its own keys",             BOUNDS,     "grouped",
           "attn/tile.cuh", "p.k, p.k_stride, kv_head", "p.k, p.k_stride, head"),
     Fault("a bias's row past the end is read",             BOUNDS,     "bias",         # silent
