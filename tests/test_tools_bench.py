@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cufa
+from cufa import cpu
 from cufa.bounds import exact
 from cufa.errors import ArgumentError, DeviceError, UnsupportedError
-from cufa.options import ALGORITHMS, FLOAT_DTYPES
+from cufa.options import FLOAT_DTYPES
 from cufa.testing import assert_within_rounding, to_numpy
 from cufa.tools import bench, layer, peers, picture, rigs
 from cufa.tools.peers import PEERS, Peer
@@ -273,7 +274,7 @@ def test_markdown_has_a_column_for_each_contender_and_a_line_for_each_problem():
 def test_json_on_stdout_is_all_that_is_there(capsys):
     assert bench.run(options(*QUICK, "--json")) == 0
     found = json.loads(capsys.readouterr().out)
-    wanted = {f"cufa {a}" for a in ALGORITHMS if a != "auto"} | {"plain", "in-place"}
+    wanted = {f"cufa {a}" for a in cpu.ALGORITHMS if a != "auto"} | {"plain", "in-place"}
     assert [{*row["contenders"]} for row in found["rows"]] == [wanted] * 4
     assert found["backend"] == "numpy"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cufa
+from cufa import cpu
 from cufa.errors import ArgumentError
 from cufa.options import ALGORITHMS, FLOAT_DTYPES
 from cufa.tools import layer, peers, picture
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=positive, metavar="N", help="default as --heads")
     add("--only", default="", metavar="TEXT", help="problems whose title contains this")
     add("--backend", choices=BACKENDS, help="default cupy if there is a GPU, else numpy")
-    add("--algorithm", nargs="+", choices=_ALGORITHMS, help="of cufa; default all")
+    add("--algorithm", nargs="+", choices=_ALGORITHMS, help="of cufa; default all there are")
     names = ", ".join(peer.name for peer in PEERS)
     add("--peer", nargs="+", metavar="NAME", help=f"none, or of: {names}; default all installed")
     add("--rounds", type=positive, default=7, metavar="N", help="bursts of each; default 7")
@@ -83,7 +84,9 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
     works = workloads(options, rig)
     chosen, missing = peers.open_all(choose_peers(options, rig))
     _check_outputs(options)
-    algorithms = options.algorithm or _ALGORITHMS
+    algorithms = options.algorithm or [
+        a for a in _ALGORITHMS if rig.backend == "cupy" or a in cpu.ALGORITHMS
+    ]
     facts = {"cufa": cufa.__version__, **rig.facts, **peers.versions()}
     report = Report(rig.backend, facts, options.rounds, missing)
     steps = options.rounds * (len(algorithms) + len(chosen))
