@@ -63,6 +63,7 @@ _TABLE = (
     _Row("fa2_fwd",      2,  90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
     _Row("fa2_fwd",      2,  90, _OPEN,     True, 128, True,  512, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,  90, _OPEN,     None, 128, True,  ANY, Config(128,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  90, _OPEN,    False, 256, True,  ANY, Config(128, 128, 256, 1, 1)),
     _Row("fa2_fwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2,  80, _PLAIN,    None, 256, False, ANY, Config( 64,  64, 128, 1, 1)),
