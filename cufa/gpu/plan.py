@@ -167,12 +167,12 @@ def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:
     """Into how many ranges a block each takes the `tiles` query tiles of each of `heads` heads.
 
     As many as it takes for the card to be full: one more range loads all keys once more. Where
-    keys are bounded on the right, later ranges take longer: then four times as many, so that
+    keys are bounded on the right, later ranges take longer: then eight times as many, so that
     short ones fill up beside long ones.
     """
     slots = device.sm_count * key.config.blocks_per_sm
     if key.right:
-        wanted = -(-4 * slots // heads)
+        wanted = -(-8 * slots // heads)
         return -(-tiles // -(-tiles // min(tiles, wanted)))
     best = min(
         range(1, min(tiles, -(-2 * slots // heads)) + 1),
