@@ -153,7 +153,8 @@ FA2_FWD = (
           "fa2_fwd.cu", "ptx::bar_sync(); // V of",
           "if (lane() < 16) { ptx::bar_sync(); s.at(0, 0) += 1e-30f; } else ptx::bar_sync(); //"),
     Fault("lanes whose row does not exist return",         DEADLOCK,   "plain",
-          "fa2_fwd.cu", "Scores s;", "if (tile.row0 + o.row(0) >= p.seqlen_q) return; Scores s;"),
+          "fa2_fwd.cu", "Scores s;",
+          "if (tile.row0 + o.row(0) >= p.seqlen_q) return true; Scores s;"),
 )
 
 FA2_FWD_SIMT = (
