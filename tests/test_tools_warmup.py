@@ -26,6 +26,15 @@ def test_the_command_compiles_what_the_function_does(folder, capsys):
     assert sorted(folder.iterdir()) == kept
 
 
+def test_kernels_that_cannot_be_kept_are_an_error(folder, monkeypatch, capsys):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(folder / "file"))
+    (folder / "file").touch()
+    assert cli.main(ONE_LINE) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith(f"cufa: cannot keep compiled kernels in {folder / 'file'}")
+
+
 def test_a_feature_is_a_switch(folder):
     cli.main(ONE_LINE)
     plain = set(folder.iterdir())
