@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import cufa
 from cufa.arrays import Arrays, sign
 from cufa.bounds import exact
-from cufa.errors import ArgumentError, BuildError, DeviceError
+from cufa.errors import ArgumentError, BuildError, DeviceError, DTypeError
 from cufa.gpu import build, config, launch, tuning
 from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_config, smem_bytes
 from cufa.gpu.device import Device
@@ -478,6 +478,18 @@ def test_without_a_card_a_file_is_for_whoever_compiles_ahead(tmp_path, content):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ArgumentError, match=r"nothing\.json cannot be read"):
         cufa.load_tuning(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("file", [3, 1.5, ["x"]])
+def test_what_is_no_path_is_refused(file):
+    with pytest.raises(DTypeError, match=rf"file is {re.escape(repr(file))}, a .*path"):
+        cufa.load_tuning(file)
+
+
+def test_json_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ArgumentError, match=r"deep\.json cannot be read as JSON"):
+        cufa.load_tuning(tmp_path / "deep.json")
 
 
 JSON = st.recursive(
