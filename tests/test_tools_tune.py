@@ -392,6 +392,26 @@ def test_a_file_is_read_by_a_new_process(tmp_path, three_tiles):
     assert f"ArgumentError: tuning file {file} cannot be read" in refused.stderr
 
 
+def test_a_refused_file_stops_calls_and_not_what_replaces_it(tmp_path):
+    """A file of an older version must not stop the tool that makes a new one."""
+    stale = {"CUFA_TUNING": str(tmp_path / "gone.json")}
+    assert python(f"import cufa; cufa.load_tuning(None); {PRINT_TILE}", **stale).stdout.strip() == (
+        str(config_at(80))
+    )
+    with_tool = "import sys; from cufa.tools import cli; sys.exit(cli.main({}))"
+    tuned = python(with_tool.format(["tune", "--out", str(tmp_path)]), **stale)
+    assert "gone.json" not in tuned.stderr
+    shown = python(with_tool.format(["info", "--json"]), **stale)
+    facts = json.loads(shown.stdout)
+    assert shown.returncode == 1
+    assert "gone.json cannot be read" in facts["tuning_refused"]
+    assert facts["kernels"]
+    for tool in ("verify", "bench", "warmup"):
+        refused = python(with_tool.format([tool]), **stale)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("cufa: tuning file")
+
+
 PRINT_TILE = "import cufa; print(cufa.get_best_config(80, dtype='bfloat16'))"
 
 

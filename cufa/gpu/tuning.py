@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cufa
-from cufa.errors import ArgumentError, DeviceError, DTypeError
+from cufa.errors import ArgumentError, CufaError, DeviceError, DTypeError
 from cufa.gpu import build, cache, config
 from cufa.gpu.config import ANY, Config, Scores, Tuned, _Row
 from cufa.gpu.device import Device, get_device
@@ -51,6 +51,22 @@ def load_tuning(file: str | os.PathLike[str] | None) -> None:
     may differ in their last bits from those with other tiles.
     """
     config.tuned = Tuned() if file is None else read(file, card_names())
+
+
+def load_first(file: str) -> None:
+    """`load_tuning` for CUFA_TUNING: a file that is refused is an error of the first call.
+
+    Not of the import, so that what makes a new file, or does without, still works.
+    """
+    try:
+        load_tuning(file)
+    except CufaError as error:
+        config.tuned = Tuned(file=file, refusal=error)
+
+
+def refusal() -> CufaError | None:
+    """Why the tuning file in use was refused; None: it was not."""
+    return config.tuned.refusal
 
 
 def in_force() -> str | None:

@@ -21,9 +21,12 @@ from pathlib import Path
 
 import cufa
 from cufa.errors import CufaError
+from cufa.gpu import tuning
 from cufa.tools.console import missing_package
 
 TOOLS = ("info", "verify", "bench", "tune", "warmup")
+#: Those that work though the file named by CUFA_TUNING is refused: they say so, or make a new one.
+_WITHOUT_TUNING = ("info", "tune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tool = importlib.import_module(f"cufa.tools.{name}")
                 tool.add_arguments(command)
         options = parser.parse_args(arguments)
+        if options.tool not in _WITHOUT_TUNING and (refusal := tuning.refusal()) is not None:
+            raise refusal
         status: int = tool.run(options)
         sys.stdout.flush()  # what cannot be written must be known by now
         return status
