@@ -49,6 +49,20 @@ def test_progress_counts_up_to_all_kernels():
     assert told == [(ready, total) for ready in range(total + 1)]
 
 
+def test_an_architecture_newer_than_the_compiler_without_a_driver_says_what_it_needs(
+    monkeypatch, capsys
+):
+    def no_driver(*arguments):
+        raise RuntimeError("no driver")
+
+    core = pytest.importorskip("cuda.core")
+    monkeypatch.setattr(core, "Program", no_driver)
+    assert cli.main([*ONE_LINE, "--arch", "999"]) == 2
+    assert "knows no sm_999, and PTX of sm_" in capsys.readouterr().err
+    assert cli.main(ONE_LINE) == 2
+    assert "PTX" not in capsys.readouterr().err
+
+
 def test_an_architecture_that_is_too_old_is_a_line(capsys):
     assert cli.main(["warmup", "--arch", "60"]) == 2
     assert capsys.readouterr().err == "cufa: arch is 60; it must be at least 70\n"
