@@ -66,6 +66,8 @@ def exact(
     - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
     - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each, or the
       accumulator's smallest normal number, below which weights may be flushed to zero.
+    - Results below the normal numbers: the accumulator's smallest number for each key, since a
+      product with so small a value is rounded to a multiple of it.
     - The result: two units in the last place of the largest element of its row.
     - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
 
@@ -94,6 +96,7 @@ def exact(
         bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
+        bound += scores.shape[3] * smallest(q.dtype)
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 
@@ -157,11 +160,20 @@ def _sizes(
 
 def rounding(dtype: np.dtype[Any]) -> tuple[float, float, float]:
     """The distance of the accumulator's numbers at 1, what may vanish, the roundoff of weights."""
-    wide = np.finfo("float64" if dtype == np.float64 else "float32")
+    wide = _accumulator(dtype)
     if dtype.itemsize > 2:
         return float(wide.eps), float(wide.tiny), 0.0
     vanishing = max(float(wide.tiny), float(spacing(dtype, 0)) / 2)
     return float(wide.eps), vanishing, float(spacing(dtype, 1)) / 2
+
+
+def smallest(dtype: np.dtype[Any]) -> float:
+    """The accumulator's smallest number above 0."""
+    return float(_accumulator(dtype).smallest_subnormal)
+
+
+def _accumulator(dtype: np.dtype[Any]) -> np.finfo[Any]:
+    return np.finfo("float64" if dtype == np.float64 else "float32")
 
 
 def spacing(dtype: np.dtype[Any], value: Any) -> Any:

@@ -243,7 +243,7 @@ class Monitor:
     Raises
     ------
     ArgumentError, DTypeError
-        `every` or `rows` is no integer, or below 1.
+        `every` or `rows` is no integer, or below 1; `callback` is no function.
 
     Examples
     --------
@@ -262,6 +262,11 @@ class Monitor:
     ) -> None:
         self.every = plain_integer("every", every, 1)
         self.rows = plain_integer("rows", rows, 1)
+        if not (callback is None or callable(callback)):
+            raise DTypeError(
+                f"callback is {callback!r}, a {type(callback).__name__}; it must be a function of "
+                "the call's number and its Report, or None"
+            )
         self._callback = _print if callback is None else callback
         #: Calls so far.
         self.calls = 0

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa.arrays import Arrays
-from cufa.bounds import rounding, spacing
+from cufa.bounds import rounding, smallest, spacing
 from cufa.problem import Problem
 
 Array = NDArray[np.float64]
@@ -59,7 +59,8 @@ def exact_rows(
     out, bound, given = np.split(table[:, facts:], 3, axis=1)
     found = Rows._make([*table[:, :facts].T, out, bound, given])
     largest = np.where(np.isfinite(out), abs(out), 0).max(1, keepdims=True, initial=0)
-    bound = np.where(found.seen[:, None] == 0, 0, bound + 2 * spacing(dtype, largest))
+    bound = bound + 2 * spacing(dtype, largest) + problem.seqlen_k * smallest(dtype)
+    bound = np.where(found.seen[:, None] == 0, 0, bound)
     return found._replace(out_bound=bound)
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import cufa
 
@@ -13,13 +14,16 @@ import cufa
 BLOCK = "import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n"
 
 
-def run(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, path: Path | None = None, stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     """``python -m cufa``, with a folder first on the path."""
     paths = [str(path)] * (path is not None) + [str(Path(cufa.__file__).parents[1])]
     return subprocess.run(
         [sys.executable, "-m", "cufa", *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
     )
 

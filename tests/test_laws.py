@@ -504,3 +504,15 @@ def test_numpy_and_cupy_agree(cupy, case):
         lse_bound=2 * expected.lse_bound,
     )
     assert_within_rounding(attend(cupy, case), twice)
+
+
+@given(keys=st.integers(16, 300), dtype=st.sampled_from(["float32", "float64"]))
+def test_values_next_to_zero_are_within_rounding(xp, keys, dtype):
+    """Each product of a weight, 1 / keys, and a value vanishes, and their sum does not."""
+    q = np.zeros((1, 8), dtype)
+    v = np.full((keys, 8), keys // 2 - 1, dtype) * np.finfo(dtype).smallest_subnormal
+    bias = np.full((1, keys), -np.log(keys), dtype)
+    v[0], bias[0, 0] = 0, 0
+    k = np.zeros_like(v)
+    result = cufa.attention(*map(xp.asarray, (q, k, v)), bias=xp.asarray(bias), return_lse=True)
+    assert_within_rounding(result, exact(q, k, v, bias=bias))

@@ -230,6 +230,11 @@ def test_a_monitor_that_never_reports_is_refused(name, value):
         numerics.Monitor(**{name: value})
 
 
+def test_a_callback_that_cannot_be_called_is_refused_at_once():
+    with pytest.raises(cufa.DTypeError, match=r"callback is 'log', a str; it must be a function"):
+        numerics.Monitor(callback="log")
+
+
 @pytest.mark.gpu
 def test_a_result_on_another_device_is_refused(cupy):
     q = cupy.zeros((3, 4), "float32")

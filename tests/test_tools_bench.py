@@ -314,6 +314,9 @@ def test_a_picture_has_a_panel_for_each_kind_with_a_curve():
         ((*QUICK, "--only", "nothing"), "--only is 'nothing'"),
         ((*QUICK, "--kv-heads", "3"), "--kv-heads is 3"),
         ((*QUICK, "--json", "/no/such/folder/x"), "--json is /no/such"),
+        ((*QUICK, "--json", "/"), "--json is /, which is a folder"),
+        ((*QUICK, "--markdown", "."), r"--markdown is \., which is a folder"),
+        ((*QUICK, "--plot", "x.foo"), "--plot is x.foo, .*'foo'; choose one of .*png"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_timed(arguments, said):
@@ -321,6 +324,12 @@ def test_what_cannot_be_is_said_before_anything_is_timed(arguments, said):
     with pytest.raises(ArgumentError, match=said):
         bench.bench(options(*arguments), rig)
     assert not rig.clock.bursts
+
+
+def test_a_file_that_may_not_be_written_is_said_before_anything_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # the superuser may write any
+    with pytest.raises(ArgumentError, match=r"--json is .*x\.json, which may not be written"):
+        bench.check_file("json", str(tmp_path / "x.json"))
 
 
 def test_asking_for_a_gpu_where_there_is_none_is_an_error(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import pytest
 from commands import run, without
@@ -64,6 +65,23 @@ def test_ctrl_c_is_quiet(monkeypatch, capsys):
     monkeypatch.setattr("cufa.tools.info.run", interrupted)
     assert cli.main(["info"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]])
+def test_output_that_cannot_be_written_is_a_line_and_no_wrong_result(arguments):
+    with open("/dev/full", "w") as full:
+        done = run(*arguments, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == "cufa: [Errno 28] No space left on device\n"
+
+
+def test_a_reader_who_has_gone_is_a_line():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        done = run("info", "--json", stdout=pipe)
+    assert done.returncode == 2
+    assert done.stderr == "cufa: [Errno 32] Broken pipe\n"
 
 
 def test_without_a_tool_the_usage_is_shown(capsys):

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import cufa
 from cufa.arrays import Arrays, sign
 from cufa.bounds import exact
-from cufa.errors import ArgumentError, BuildError, DeviceError
+from cufa.errors import ArgumentError, BuildError, DeviceError, DTypeError
 from cufa.gpu import build, config, launch, tuning
 from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_config, smem_bytes
 from cufa.gpu.device import Device
@@ -392,6 +392,26 @@ def test_a_file_is_read_by_a_new_process(tmp_path, three_tiles):
     assert f"ArgumentError: tuning file {file} cannot be read" in refused.stderr
 
 
+def test_a_refused_file_stops_calls_and_not_what_replaces_it(tmp_path):
+    """A file of an older version must not stop the tool that makes a new one."""
+    stale = {"CUFA_TUNING": str(tmp_path / "gone.json")}
+    assert python(f"import cufa; cufa.load_tuning(None); {PRINT_TILE}", **stale).stdout.strip() == (
+        str(config_at(80))
+    )
+    with_tool = "import sys; from cufa.tools import cli; sys.exit(cli.main({}))"
+    tuned = python(with_tool.format(["tune", "--out", str(tmp_path)]), **stale)
+    assert "gone.json" not in tuned.stderr
+    shown = python(with_tool.format(["info", "--json"]), **stale)
+    facts = json.loads(shown.stdout)
+    assert shown.returncode == 1
+    assert "gone.json cannot be read" in facts["tuning_refused"]
+    assert facts["kernels"]
+    for tool in ("verify", "bench", "warmup"):
+        refused = python(with_tool.format([tool]), **stale)
+        assert refused.returncode == 2
+        assert refused.stderr.startswith("cufa: tuning file")
+
+
 PRINT_TILE = "import cufa; print(cufa.get_best_config(80, dtype='bfloat16'))"
 
 
@@ -478,6 +498,18 @@ def test_without_a_card_a_file_is_for_whoever_compiles_ahead(tmp_path, content):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ArgumentError, match=r"nothing\.json cannot be read"):
         cufa.load_tuning(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize("file", [3, 1.5, ["x"]])
+def test_what_is_no_path_is_refused(file):
+    with pytest.raises(DTypeError, match=rf"file is {re.escape(repr(file))}, a .*path"):
+        cufa.load_tuning(file)
+
+
+def test_json_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ArgumentError, match=r"deep\.json cannot be read as JSON"):
+        cufa.load_tuning(tmp_path / "deep.json")
 
 
 JSON = st.recursive(

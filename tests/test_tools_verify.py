@@ -232,6 +232,17 @@ def test_no_examples_are_an_error(option, capsys):
     assert "it must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_time_that_holds_nothing_or_never_ends_is_an_error(seconds, capsys):
+    assert cli.main(["verify", f"--time={seconds}"]) == 2
+    assert f"time is {seconds}; it must be above 0" in capsys.readouterr().err
+
+
+def test_a_search_that_held_nothing_is_no_proof(capsys):
+    assert cli.main(["verify", "--time=1e-9"]) == 2
+    assert "time is 1e-09 seconds, and no problem was held by then" in capsys.readouterr().err
+
+
 def test_a_kernel_that_takes_no_dtype_wished_for_is_an_error(monkeypatch, capsys):
     in_16_bits = [spec for spec in KERNELS if spec.dtypes == ("float16", "bfloat16")]
     monkeypatch.setattr("cufa.tools.verify.KERNELS", in_16_bits)

@@ -26,6 +26,15 @@ def test_the_command_compiles_what_the_function_does(folder, capsys):
     assert sorted(folder.iterdir()) == kept
 
 
+def test_kernels_that_cannot_be_kept_are_an_error(folder, monkeypatch, capsys):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(folder / "file"))
+    (folder / "file").touch()
+    assert cli.main(ONE_LINE) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert said.err.startswith(f"cufa: cannot keep compiled kernels in {folder / 'file'}")
+
+
 def test_a_feature_is_a_switch(folder):
     cli.main(ONE_LINE)
     plain = set(folder.iterdir())
@@ -38,6 +47,20 @@ def test_progress_counts_up_to_all_kernels():
     both = {**ONE, "causal": (False, True)}
     total = cufa.warmup(**both, progress=lambda *counts: told.append(counts))
     assert told == [(ready, total) for ready in range(total + 1)]
+
+
+def test_an_architecture_newer_than_the_compiler_without_a_driver_says_what_it_needs(
+    monkeypatch, capsys
+):
+    def no_driver(*arguments):
+        raise RuntimeError("no driver")
+
+    core = pytest.importorskip("cuda.core")
+    monkeypatch.setattr(core, "Program", no_driver)
+    assert cli.main([*ONE_LINE, "--arch", "999"]) == 2
+    assert "knows no sm_999, and PTX of sm_" in capsys.readouterr().err
+    assert cli.main(ONE_LINE) == 2
+    assert "PTX" not in capsys.readouterr().err
 
 
 def test_an_architecture_that_is_too_old_is_a_line(capsys):

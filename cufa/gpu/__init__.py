@@ -3,6 +3,6 @@
 import os
 
 if os.environ.get("CUFA_TUNING"):
-    from cufa.gpu.tuning import load_tuning
+    from cufa.gpu.tuning import load_first
 
-    load_tuning(os.environ["CUFA_TUNING"])
+    load_first(os.environ["CUFA_TUNING"])

@@ -129,8 +129,16 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
             .code
         )
     except Exception as error:
+        newer = (
+            ""
+            if arch == key.arch
+            else (
+                f"\nthe installed NVRTC knows no sm_{key.arch}, and PTX of sm_{arch} in its place "
+                "needs NVIDIA's driver"
+            )
+        )
         raise BuildError(
-            f"{key.kernel} does not compile for {key}:\n{error}\n{log.getvalue()}"
+            f"{key.kernel} does not compile for {key}:\n{error}\n{log.getvalue()}{newer}"
         ) from error
     if _debugging():
         print(f"cufa: compiled {key}\n{log.getvalue()}", file=sys.stderr)

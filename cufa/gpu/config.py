@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from cufa.errors import UnsupportedError
+from cufa.errors import CufaError, UnsupportedError
 from cufa.gpu.device import OLDEST_ARCH, Device
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import ITEMSIZE, plain_choice, plain_dtype, plain_integer
@@ -111,9 +111,13 @@ class Tuned:
     rows: tuple[_Row, ...] = ()
     devices: tuple[str, ...] = ()
     file: str | None = None
+    #: Why `file` was refused, if it was: what every search for a tile then says.
+    refusal: CufaError | None = None
 
     def rows_for(self, device: Device, head_dim: int, head_dim_v: int) -> tuple[_Row, ...]:
         """Those of a card and of head dims rounded up to a multiple of 32."""
+        if self.refusal is not None:
+            raise self.refusal.with_traceback(None)
         if device.name not in self.devices:
             return ()
         square = head_dim == head_dim_v

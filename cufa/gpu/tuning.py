@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cufa
-from cufa.errors import ArgumentError, DeviceError
+from cufa.errors import ArgumentError, CufaError, DeviceError, DTypeError
 from cufa.gpu import build, cache, config
 from cufa.gpu.config import ANY, Config, Scores, Tuned, _Row
 from cufa.gpu.device import Device, get_device
@@ -42,6 +42,8 @@ def load_tuning(file: str | os.PathLike[str] | None) -> None:
     DeviceError
         It is for a card that this machine does not have. Without any card nothing is compared:
         `cufa.warmup` may compile ahead.
+    DTypeError
+        `file` is no path.
 
     Notes
     -----
@@ -51,6 +53,22 @@ def load_tuning(file: str | os.PathLike[str] | None) -> None:
     config.tuned = Tuned() if file is None else read(file, card_names())
 
 
+def load_first(file: str) -> None:
+    """`load_tuning` for CUFA_TUNING: a file that is refused is an error of the first call.
+
+    Not of the import, so that what makes a new file, or does without, still works.
+    """
+    try:
+        load_tuning(file)
+    except CufaError as error:
+        config.tuned = Tuned(file=file, refusal=error)
+
+
+def refusal() -> CufaError | None:
+    """Why the tuning file in use was refused; None: it was not."""
+    return config.tuned.refusal
+
+
 def in_force() -> str | None:
     """The tuning file in use; None: the built-in table alone."""
     return config.tuned.file
@@ -58,10 +76,16 @@ def in_force() -> str | None:
 
 def read(file: str | os.PathLike[str], cards: Sequence[str]) -> Tuned:
     """A tuning file's rows, for a machine with these cards; the errors are `load_tuning`'s."""
-    path = os.fspath(file)
+    try:
+        path = os.fsdecode(file)
+    except TypeError:
+        raise DTypeError(
+            f"file is {file!r}, a {type(file).__name__}; it must be the path of a tuning file, or "
+            "None"
+        ) from None
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(
             f"tuning file {path} cannot be read as JSON: {error}; {_WAY_OUT}"
         ) from error

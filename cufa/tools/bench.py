@@ -7,8 +7,8 @@ How it is timed is in `cufa.tools.timing`.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from itertools import count, product
 from pathlib import Path
@@ -207,11 +207,22 @@ def _progress(show: Callable[[int, int], None], done: int, total: int) -> Callab
 def _check_outputs(options: argparse.Namespace) -> None:
     """Raise before anything is measured if what is found could not be written."""
     if options.plot:
-        importlib.import_module("matplotlib")
+        picture.check_format(options.plot)
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
-        if path and path != "-" and not Path(path).absolute().parent.is_dir():
-            raise ArgumentError(f"--{name} is {path}, and there is no such folder; make it first")
+        if path and (name, path) != ("json", "-"):
+            check_file(name, path)
+
+
+def check_file(option: str, path: str) -> None:
+    """Raise if no file can be written there."""
+    file = Path(path).absolute()
+    if not file.parent.is_dir():
+        raise ArgumentError(f"--{option} is {path}, and there is no such folder; make it first")
+    if file.is_dir():
+        raise ArgumentError(f"--{option} is {path}, which is a folder; name a file in it")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ArgumentError(f"--{option} is {path}, which may not be written; name another file")
 
 
 def _write_files(report: Report, options: argparse.Namespace) -> None:

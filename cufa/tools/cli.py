@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import cufa
 from cufa.errors import CufaError
+from cufa.gpu import tuning
 from cufa.tools.console import missing_package
 
 TOOLS = ("info", "verify", "bench", "tune", "warmup")
+#: Those that work though the file named by CUFA_TUNING is refused: they say so, or make a new one.
+_WITHOUT_TUNING = ("info", "tune")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tool = importlib.import_module(f"cufa.tools.{name}")
                 tool.add_arguments(command)
         options = parser.parse_args(arguments)
+        if options.tool not in _WITHOUT_TUNING and (refusal := tuning.refusal()) is not None:
+            raise refusal
         status: int = tool.run(options)
+        sys.stdout.flush()  # what cannot be written must be known by now
         return status
     except CufaError as error:
         return _fail(str(error))
@@ -47,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         return _fail(message)
+    except OSError as error:  # a file that cannot be written, a full disk, a reader who has gone
+        _give_up_stdout()
+        return _fail(str(error))
     except KeyboardInterrupt:
         return 130
 
@@ -59,6 +70,15 @@ def _summary(name: str) -> str:
     """The first line of a tool's docstring, read without importing the tool."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
+def _give_up_stdout() -> None:
+    """Where it cannot be written: Python tries once more as it ends, and would complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):  # there need not be a file behind it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -16,7 +16,7 @@ import cufa
 from cufa.bounds import exact, worst_error
 from cufa.errors import UnsupportedError
 from cufa.gpu import cache, survey, tuning
-from cufa.gpu.config import get_best_config, tuned_arch
+from cufa.gpu.config import Tuned, get_best_config, tuned_arch
 from cufa.gpu.device import OLDEST_ARCH, Device
 from cufa.gpu.registry import KERNELS
 from cufa.options import FLOAT_DTYPES, plain_integer
@@ -42,13 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the facts; 1 if the self-test fails."""
+    """Print the facts; 1 if the self-test fails, or the tuning file was refused."""
     facts = gather(options.arch)
+    right = all(test["passed"] for test in facts["self_test"])
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
         show(facts)
-    return 0 if all(test["passed"] for test in facts["self_test"]) else 1
+    return 0 if right and facts["tuning_refused"] is None else 1
 
 
 def gather(arch: int | None = None) -> _Facts:
@@ -69,6 +70,9 @@ def gather(arch: int | None = None) -> _Facts:
     if arch is not None:
         archs = [plain_integer("arch", arch, OLDEST_ARCH)]
     runtime = survey.runtime_version()
+    refusal = tuning.refusal()
+    with tuning.using(Tuned()) if refusal else nullcontext():
+        kernels = [row for a in archs for row in _kernels(a)]
     return {
         "versions": {
             "cufa": cufa.__version__,
@@ -87,9 +91,10 @@ def gather(arch: int | None = None) -> _Facts:
             }
             for card in cards
         ],
-        "kernels": [row for a in archs for row in _kernels(a)],
+        "kernels": kernels,
         "cache": _cache(),
         "tuning": tuning.in_force(),
+        "tuning_refused": None if refusal is None else str(refusal),
         "self_test": _self_test(cards),
     }
 
@@ -188,7 +193,8 @@ def show(facts: _Facts) -> None:
         _show_kernels(arch, facts)
     kept = facts["cache"]
     print(f"\ncache    {kept['folder']}: {kept['files']} kernels, {kept['bytes'] / 1e6:.1f} MB")
-    print(f"tuning   {facts['tuning'] or 'the tiles that cufa comes with'}")
+    refused = facts["tuning_refused"] and f"REFUSED: {facts['tuning_refused']}"
+    print(f"tuning   {refused or facts['tuning'] or 'the tiles that cufa comes with'}")
     print_table("Self-test", ("", "dtype", "kernel", "result"), map(_verdict, facts["self_test"]))
 
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from cufa.errors import ArgumentError
 from cufa.tools.results import QUANTITIES, Report, Result, describe
 from cufa.tools.workloads import Workload
 
 #: Ten colours are told apart, and further contenders by these.
 _MARKERS = "os^v"
+
+
+def check_format(path: str) -> None:
+    """Raise if a picture of the kind that the ending of `path` names cannot be drawn."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    ending, known = Path(path).suffix[1:].lower(), FigureCanvasAgg.get_supported_filetypes()
+    if ending and ending not in known:  # without an ending, it is PNG
+        raise ArgumentError(
+            f"--plot is {path}, and there are no pictures of kind {ending!r}; choose one of "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def draw(report: Report, path: str, quantities: Sequence[str] = ("TFLOP/s",)) -> None:

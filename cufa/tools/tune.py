@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 from math import isqrt
-from pathlib import Path
 from typing import Any
 
 import cufa
@@ -20,7 +19,7 @@ from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_conf
 from cufa.gpu.device import Device, get_device
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import FLOAT_DTYPES
-from cufa.tools.bench import KINDS, positive
+from cufa.tools.bench import KINDS, check_file, positive
 from cufa.tools.candidates import candidates
 from cufa.tools.console import counting, print_table
 from cufa.tools.race import Bench, Finding, compiled, is_right, key_of, race, row_of
@@ -58,8 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 def tune(options: argparse.Namespace, bench: Bench) -> int:
     """`run` on a bench."""
-    if not Path(options.out).absolute().parent.is_dir():
-        raise ArgumentError(f"--out is {options.out}, and there is no such folder; make it first")
+    check_file("out", options.out)
     begin = bench.now()
     with tuning.using(Tuned()), bench.rig.stream(), counting("tune") as show:
 

@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     """Search, showing how far it is; 1 if a problem fails."""
     if options.max_examples is not None and options.max_examples < 1:
         raise ArgumentError(f"max_examples is {options.max_examples}; it must be at least 1")
+    if options.time is not None and not options.time > 0:
+        raise ArgumentError(f"time is {options.time:g}; it must be above 0 seconds")
     limit = EXAMPLES if options.time is None else UNLIMITED
     wish = Wish(
         seed=secrets.randbits(32) if options.seed is None else options.seed,
@@ -87,6 +89,10 @@ def run(options: argparse.Namespace) -> int:
                 failure = search(cufa.attention, backends, wish, tally)
         else:
             failure = search(cufa.attention, backends, wish, tally)
+    if failure is None and not tally.calls:
+        raise ArgumentError(
+            f"time is {options.time:g} seconds, and no problem was held by then; allow more"
+        )
     tally.show()
     _show_missing(backends, wish)
     if failure is not None:
@@ -149,6 +155,11 @@ class Tally:
         with self._lock:
             self._wrong += 1
 
+    @property
+    def calls(self) -> int:
+        """How many were right."""
+        return sum(map(len, self._errors.values()))
+
     def __rich__(self) -> RenderableType:
         with self._lock:
             table = Table("kernel", "dtype", "calls", "worst error, of its bound", box=None)
@@ -161,15 +172,14 @@ class Tally:
         if self._wrong:
             return f"WRONG; looking for a smaller problem that fails, {self._wrong} found so far"
         seconds = time.monotonic() - self._start
-        calls = sum(map(len, self._errors.values()))
         limits = []
         if self._wish.max_examples < UNLIMITED:
             limits.append(f"{self._wish.max_examples} problems")
         if self._wish.seconds is not None:
             limits.append(f"{self._wish.seconds:.0f} s")
         return (
-            f"{calls} calls, {calls / max(seconds, 1e-9):.0f} a second, {seconds:.0f} s of "
-            f"{' or '.join(limits)}, seed {self._wish.seed}"
+            f"{self.calls} calls, {self.calls / max(seconds, 1e-9):.0f} a second, "
+            f"{seconds:.0f} s of {' or '.join(limits)}, seed {self._wish.seed}"
         )
 
     def show(self) -> None:

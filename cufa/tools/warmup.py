@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 
+from cufa.errors import BuildError
 from cufa.gpu import cache
 from cufa.gpu.warmup import warmup
 from cufa.options import FLOAT_DTYPES
@@ -43,7 +45,12 @@ def run(options: argparse.Namespace) -> int:
     arguments = {name: value for name, value in vars(options).items() if name != "tool"}
     for name in ("causal", "return_lse"):
         arguments[name] = _CAUSAL[arguments[name]]
-    with counting("compiling") as progress:
-        kernels = warmup(**arguments, progress=progress)
+    with counting("compiling") as progress, warnings.catch_warnings():
+        # Kernels that cannot be kept are gone with this process: of no use to anybody.
+        warnings.simplefilter("error", RuntimeWarning)
+        try:
+            kernels = warmup(**arguments, progress=progress)
+        except RuntimeWarning as warning:
+            raise BuildError(str(warning)) from warning
     print(f"{kernels} kernels are ready in {cache.directory()}")
     return 0
