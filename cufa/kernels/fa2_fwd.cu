@@ -2,7 +2,7 @@
 // Source: Dao, arXiv:2307.08691, Algorithm 1.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   rows 16-byte aligned
-//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64)
+//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64), natural log
 //   grid  B * H * ceil(Tq / kBlockM)            block kThreads; a warp owns kBlockM / warps rows
 //   smem  one tile of Q, one of K, one of V
 #include "attn/epilogue_mma.cuh"
