@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     """Search, showing how far it is; 1 if a problem fails."""
     if options.max_examples is not None and options.max_examples < 1:
         raise ArgumentError(f"max_examples is {options.max_examples}; it must be at least 1")
+    if options.time is not None and not options.time > 0:
+        raise ArgumentError(f"time is {options.time}; it must be above 0 seconds")
     limit = EXAMPLES if options.time is None else UNLIMITED
     wish = Wish(
         seed=secrets.randbits(32) if options.seed is None else options.seed,
@@ -87,6 +89,8 @@ def run(options: argparse.Namespace) -> int:
                 failure = search(cufa.attention, backends, wish, tally)
         else:
             failure = search(cufa.attention, backends, wish, tally)
+    if failure is None and not tally.calls:
+        raise ArgumentError("no problem was held; allow more --time, or more --max-examples")
     tally.show()
     _show_missing(backends, wish)
     if failure is not None:
@@ -139,6 +143,11 @@ class Tally:
         self._errors: defaultdict[tuple[str, str], list[Error]] = defaultdict(list)
         self._wrong = 0
 
+    @property
+    def calls(self) -> int:
+        """How many were right."""
+        return sum(map(len, self._errors.values()))
+
     def right(self, kernel: str, dtype: str, error: Error) -> None:
         """Count a call that was right."""
         with self._lock:
@@ -161,8 +170,7 @@ class Tally:
         if self._wrong:
             return f"WRONG; looking for a smaller problem that fails, {self._wrong} found so far"
         seconds = time.monotonic() - self._start
-        calls = sum(map(len, self._errors.values()))
-        limits = []
+        calls, limits = self.calls, []
         if self._wish.max_examples < UNLIMITED:
             limits.append(f"{self._wish.max_examples} problems")
         if self._wish.seconds is not None:
