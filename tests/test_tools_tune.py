@@ -235,6 +235,11 @@ def test_a_shape_that_does_not_run_at_all_is_an_error(three_tiles):
         tune.search(options(), bench_of(attention=attention), 1.0)
 
 
+def test_heads_that_kv_heads_do_not_divide_are_refused():
+    with pytest.raises(ArgumentError, match="--kv-heads is 3 and there are 2 heads"):
+        tune.search(options("--kv-heads", "3"), bench_of(), 1.0)
+
+
 def test_a_kernel_that_does_not_serve_the_shape_is_refused():
     with pytest.raises(ArgumentError, match="--kernel is fa2_fwd_simt, and fa2_fwd is what serves"):
         tune.search(options("--kernel", "fa2_fwd_simt"), bench_of(), 1.0)

@@ -20,13 +20,13 @@ from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_conf
 from cufa.gpu.device import Device, get_device
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import FLOAT_DTYPES
-from cufa.tools.bench import KINDS, positive
 from cufa.tools.candidates import candidates
 from cufa.tools.console import counting, print_table
 from cufa.tools.race import Bench, Finding, compiled, is_right, key_of, race, row_of
 from cufa.tools.results import significant
 from cufa.tools.rigs import make_rig
-from cufa.tools.workloads import Workload, workload
+from cufa.tools.shapes import KINDS, add_shape_arguments, make_workload, positive
+from cufa.tools.workloads import Workload
 
 _COLUMNS = ("problem", "kernel", "before", "ms", "now", "ms", "gain", "tiles timed")
 #: What compiling may take of the time for a kernel.
@@ -39,12 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths, dims = [1024, 4096, 16384], [64, 128]
     add("--seqlen", type=positive, nargs="+", default=lengths, metavar="N", help="keys and queries")
     add("--head-dim", type=positive, nargs="+", default=dims, metavar="D")
-    add("--head-dim-v", type=positive, metavar="D", help="default as --head-dim")
     add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="16-bit dtypes share their rows")
     add("--causal", choices=KINDS, default="both")
-    add("--batch", type=positive, metavar="N", help="default: 16384 tokens together")
-    add("--heads", type=positive, metavar="N", help="default: heads * head_dim is 2048")
-    add("--kv-heads", type=positive, metavar="N", help="default as --heads")
+    add_shape_arguments(parser)
     add("--kernel", choices=KERNEL_NAMES, help="default the one that cufa.attention takes")
     add("--budget", type=positive, default=300, metavar="SECONDS", help="about; default 300")
     add("--rounds", type=positive, default=7, metavar="N", help="bursts of each in a final")
@@ -119,7 +116,7 @@ def _groups(options: argparse.Namespace, device: Device, algorithm: str) -> list
     for d in head_dims.values():
         for causal in KINDS[options.causal]:
             works = [
-                workload(n, d, dtype=options.dtype, causal=causal, **fixed)
+                make_workload(n, d, dtype=options.dtype, causal=causal, **fixed)
                 for n in sorted({*options.seqlen})
             ]
             served = key_of(works[0], device, algorithm).kernel
