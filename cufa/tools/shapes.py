@@ -1,4 +1,4 @@
-"""The options by which `bench` and `tune` name problems, and the problems that they name."""
+"""The options by which tools name problems, and the problems that they name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from cufa.errors import ArgumentError
 from cufa.tools.workloads import Workload, workload
 
+#: What ``--causal`` says.
 KINDS = {"full": (False,), "causal": (True,), "both": (False, True)}
 
 
