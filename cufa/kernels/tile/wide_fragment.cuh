@@ -46,7 +46,7 @@ template <int kCount> struct Operand<f32, kCount> {
   u32 high[kCount], low[kCount];  // TF32: high is rounded, low what it lacks
 
   DEVICE void set(int i, f32 value) {
-    high[i] = (ptx::mov_b32(value) + 0x1000) & 0xffffe000;
+    high[i] = (ptx::mov_b32(value) + 0x1000) & 0xffffe000;  // 13 bits fewer
     low[i] = ptx::mov_b32(value - ptx::mov_f32(high[i]));
   }
 };
@@ -120,8 +120,9 @@ DEVICE void load_chunk(f32 (&x)[4], u32 address) { ptx::ld_shared_v4_f32(x, addr
 DEVICE void load_chunk(f64 (&x)[2], u32 address) { ptx::ld_shared_v2_f64(x, address); }
 
 // Where a lane finds its part of an operand of S = Q K^T, rows of 16 columns at a time: two steps
-// of k. A sum has no order: in the places of k = lane % 4 and 4 further a lane may hold any two
-// columns, if it does so in both operands.
+// of k. float64 (kChunk 2) comes by plain loads, float32 by ldmatrix. A sum has no order: in the
+// places of k = lane % 4 and 4 further a lane may hold any two columns, if it does so in both
+// operands.
 template <bool kIsA, int kRows, int kDepth> struct RowReader {
   using Tile = SwizzledTile<kRows, kDepth>;
   typename Tile::Origin from;
