@@ -220,6 +220,22 @@ def test_every_line_of_a_kernel_is_executed(
     assert fraction >= 0.95
 
 
+@pytest.mark.parametrize(
+    ("keys", "values"), [(0, -38), (0, -36), (0, -33), (-38, 0), (38, 0), (-30, -37)]
+)
+@given(case=cases(dtypes=["float32"], features=["causal"], max_elements=1 << 20))
+@settings(max_examples=settings.default.max_examples // 20)
+def test_float32_is_float32_down_to_its_smallest_number(keys: int, values: int, case: Case) -> None:
+    case = case.few_kernels()
+    q, k, v = (a.astype(np.float64) for a in case.arrays(np))
+    scaled = q * 10.0**-keys, k * 10.0**keys, v * 10.0**values
+    q, k, v = (np.clip(a, -1e38, 1e38).astype(np.float32) for a in scaled)
+    q, k, v = (np.where(abs(a) < np.finfo("float32").tiny, 0, a) for a in (q, k, v))
+    options = case.options(np)
+    result = attention(emulator(90), q, k, v, **options, return_lse=True)
+    assert_within_rounding(result, exact(q, k, v, **options))
+
+
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 @given(case=cases(dtypes=["float16", "float32"], features=["causal"], max_elements=1 << 22))
 @settings(max_examples=settings.default.max_examples // 5)

@@ -29,10 +29,9 @@ LAYERS = (
     ("flash_attn",),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
-    ("tools.peers", "tools.rigs", "tools.picture"),
+    ("tools.peers", "tools.rigs", "tools.picture", "tools.shapes"),
     ("tools.layer", "tools.candidates", "tools.race"),
-    ("tools.info", "tools.verify", "tools.warmup", "tools.bench"),
-    ("tools.tune",),
+    ("tools.info", "tools.verify", "tools.warmup", "tools.bench", "tools.tune"),
     ("tools.cli",),
     ("__main__",),
 )

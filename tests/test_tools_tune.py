@@ -35,7 +35,7 @@ from cufa.gpu.plan import KernelKey
 from cufa.testing import assert_within_rounding, to_numpy
 from cufa.tools import race, tune
 from cufa.tools.candidates import candidates
-from cufa.tools.race import Bench, key_of, row_of
+from cufa.tools.race import Track, key_of, row_of
 from cufa.tools.rigs import Rig
 from cufa.tools.timing import Burst, Contender
 from cufa.tools.workloads import draw, workload
@@ -71,15 +71,15 @@ class Scripted:
         return Burst(self.cost(tile), 1.0)
 
 
-def bench_of(
+def track_of(
     cost: Callable[[Config], float] = lambda tile: 1.0,
     attention: Callable[..., Any] = cufa.attention,
     compile: Callable[[KernelKey], str] = lambda key: "0 bytes spill stores",
     now: Callable[[], float] = lambda: 0.0,
-) -> Bench:
-    """A bench without a card."""
+) -> Track:
+    """A track without a card."""
     rig = Rig("numpy", np, Scripted(cost), lambda call: 0, {})
-    return Bench(rig, CARD, attention, compile, now)
+    return Track(rig, CARD, attention, compile, now)
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -118,6 +118,7 @@ SHAPES = [
     ("fa2_fwd", "float64", 64, 64),
     ("fa2_fwd_simt", "float32", 192, 192),
     ("fa2_fwd_simt", "float64", 64, 192),
+    ("fa1_fwd", "float16", 64, 64),
 ]
 
 
@@ -140,10 +141,10 @@ def test_candidates_are_many_and_the_card_has_room_for_each(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_kernel_asserts_no_more_than_the_candidates_keep_to(shape):
     pytest.importorskip("cuda.bindings.nvrtc")
-    _, dtype, d, dv = shape
+    kernel, dtype, d, dv = shape
     first, found = tried(*shape)
     work = workload(4096, d, dtype=dtype, head_dim_v=dv)
-    key = key_of(work, CARD, "auto")
+    key = key_of(work, CARD, "fa1" if kernel == "fa1_fwd" else "auto")
     assert key.config == first
     for tile in found[3 :: max(1, len(found) // 2)]:
         code, _ = build.compile_key(key._replace(config=tile))
@@ -163,8 +164,8 @@ def test_the_fastest_tile_wins_unless_it_is_hardly_faster(fast, place, slower):
     work = workload(40, 64, batch=1, heads=1)
     key = key_of(work, CARD, "auto")
     tiles = tried("fa2_fwd", "bfloat16", 64, 64)[1][:40]
-    bench = bench_of(lambda tile: {tiles[place]: fast, key.config: 1.0}.get(tile, slower))
-    found = race.race(bench, work, key, tiles, "auto", 2, 1.0)
+    track = track_of(lambda tile: {tiles[place]: fast, key.config: 1.0}.get(tile, slower))
+    found = race.race(track, work, key, tiles, "auto", 2, 1.0)
     assert found.winner == (tiles[place] if fast < 0.99 else key.config)
     assert found.tried == 41
     assert found.gain == 1 / min(fast, 1) if fast < 0.99 else found.gain == 1
@@ -182,19 +183,19 @@ def test_a_tile_that_is_wrong_spills_or_does_not_compile_is_not_timed(three_tile
             raise BuildError("static assertion failed")
         return f"ptxas info: {4 if key.config == spilling else 0} bytes spill stores"
 
-    bench = bench_of(lambda tile: 0.5 if tile in three_tiles else 1.0, attention, compile)
-    full, _, causal, _ = tune.search(options(), bench, 1.0)
-    assert {*bench.rig.clock.timed} == {right, full.key.config, causal.key.config}
+    track = track_of(lambda tile: 0.5 if tile in three_tiles else 1.0, attention, compile)
+    full, _, causal, _ = tune.search(options(), track, 1.0)
+    assert {*track.rig.clock.timed} == {right, full.key.config, causal.key.config}
     assert full.winner == right
     assert causal.winner == causal.key.config
 
 
 def test_when_time_is_up_what_is_in_force_stays(tmp_path):
     ticks = iter(range(0, 10**9, 1000))
-    bench = bench_of(lambda tile: 1 / tile.block_m, now=lambda: float(next(ticks)))
+    track = track_of(lambda tile: 1 / tile.block_m, now=lambda: float(next(ticks)))
     out = tmp_path / "late.json"
-    assert tune.tune(options("--budget", "1", "--out", str(out)), bench) == 0
-    assert {*bench.rig.clock.timed} == {key_of(workload(40, 64), CARD, "auto").config}
+    assert tune.tune(options("--budget", "1", "--out", str(out)), track) == 0
+    assert {*track.rig.clock.timed} == {key_of(workload(40, 64), CARD, "auto").config}
     tuning.read(out, [CARD.name])
 
 
@@ -207,11 +208,11 @@ def test_tiles_are_checked_in_the_kernel_itself():
         seen.append(tile_in_use())
         return emulated_attention(machine, *arrays, **how)
 
-    bench = bench_of(attention=attention)
+    track = track_of(attention=attention)
     work = workload(40, 64)
     key = key_of(work, CARD, "auto")
     for tile in TILES[:2]:
-        assert race.is_right(bench, work, key, tile, "auto")
+        assert race.is_right(track, work, key, tile, "auto")
     assert seen == TILES[:2]
 
 
@@ -223,7 +224,7 @@ def test_tiles_are_checked_with_the_head_dims_that_they_are_timed_with(three_til
         return cufa.attention(q, k, v, **how)
 
     shape = ("--head-dim", "60", "--head-dim-v", "44", "--dtype", "float16")
-    tune.search(options(*shape), bench_of(attention=attention), 1.0)
+    tune.search(options(*shape), track_of(attention=attention), 1.0)
     assert seen == {("float16", 60, 44)}
 
 
@@ -232,21 +233,26 @@ def test_a_shape_that_does_not_run_at_all_is_an_error(three_tiles):
         raise MemoryError("out of memory")
 
     with pytest.raises(DeviceError, match=r"bfloat16 d64 40 full.*out of memory"):
-        tune.search(options(), bench_of(attention=attention), 1.0)
+        tune.search(options(), track_of(attention=attention), 1.0)
+
+
+def test_heads_that_kv_heads_do_not_divide_are_refused():
+    with pytest.raises(ArgumentError, match="--kv-heads is 3 and there are 2 heads"):
+        tune.search(options("--kv-heads", "3"), track_of(), 1.0)
 
 
 def test_a_kernel_that_does_not_serve_the_shape_is_refused():
     with pytest.raises(ArgumentError, match="--kernel is fa2_fwd_simt, and fa2_fwd is what serves"):
-        tune.search(options("--kernel", "fa2_fwd_simt"), bench_of(), 1.0)
+        tune.search(options("--kernel", "fa2_fwd_simt"), track_of(), 1.0)
 
 
 # What is written
 
 
 def tuned_file(path: Path, *arguments: str) -> Path:
-    """A file by a bench on which narrow tiles are fast."""
-    bench = bench_of(lambda tile: tile.block_n + tile.blocks_per_sm / 8)
-    assert tune.tune(options("--out", str(path), *arguments), bench) == 0
+    """A file by a track on which narrow tiles are fast."""
+    track = track_of(lambda tile: tile.block_n + tile.blocks_per_sm / 8)
+    assert tune.tune(options("--out", str(path), *arguments), track) == 0
     return path
 
 

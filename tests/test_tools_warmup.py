@@ -8,7 +8,7 @@ import cufa
 from cufa.tools import cli
 
 ONE = {"head_dim": 32, "dtype": "float16", "causal": False, "arch": 90}
-ONE_LINE = ["warmup", "--arch", "90", "--head-dim", "32", "--dtype", "float16", "--causal", "no"]
+ONE_LINE = ["warmup", "--arch", "90", "--head-dim", "32", "--dtype", "float16", "--causal", "full"]
 
 
 @pytest.fixture(autouse=True)

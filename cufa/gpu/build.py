@@ -159,7 +159,7 @@ def _toolchain() -> _Toolchain:
         except ImportError as error:
             raise BuildError(
                 f"kernels are compiled by NVRTC, and {error}; install cufa with the extra cuda12 "
-                "or cuda13, whichever your CuPy is for"
+                "or cuda13, whichever your CuPy is for, or compile if there is no GPU"
             ) from error
         return _Toolchain(nvrtc, cuda.core)
 

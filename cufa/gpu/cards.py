@@ -1,4 +1,4 @@
-"""CUDA cards, through CuPy, which this module imports at once, as only `exchange` does too."""
+"""CUDA cards, through CuPy: this module and `exchange` alone in gpu/ import it at once."""
 
 from __future__ import annotations
 

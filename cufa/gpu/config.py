@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cufa.errors import CufaError, UnsupportedError
 from cufa.gpu.device import OLDEST_ARCH, Device
-from cufa.gpu.registry import KERNEL_NAMES, KERNELS
+from cufa.gpu.registry import KERNEL_NAMES, select_for
 from cufa.options import ITEMSIZE, plain_choice, plain_dtype, plain_integer
 
 
@@ -171,8 +171,10 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
 
 
 def state_bytes(kernel: str, config: Config, dtype: str, head_dim_v: int) -> int:
-    """Global memory that keeps O, m and l of one query tile from key block to key block; each of
-    the lanes that share a row keeps m and l. The kernel asserts the same figure."""
+    """Global memory that keeps O, m and l of one query tile from key block to key block.
+
+    Each of the lanes that share a row keeps m and l. The kernel asserts the same figure.
+    """
     if not kernel.startswith("fa1"):
         return 0
     lanes = 4 if kernel in _TENSOR_CORES else 16
@@ -234,17 +236,8 @@ def get_best_config(
     scores = Scores.MODIFIED if not plain else Scores.PLAIN if window else Scores.OPEN
     if kernel is not None:
         kernel = plain_choice("kernel", kernel, KERNEL_NAMES)
-    limits = []
-    for spec in KERNELS:
-        if kernel not in (None, spec.name):
-            continue
-        limit = spec.limit(dtype, max(head_dim, head_dim_v), device)
-        if limit is None:
-            return find_config(
-                spec.name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device
-            )
-        limits.append(f"{spec.name} {limit}")
-    raise UnsupportedError("; ".join(limits))
+    spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel)
+    return find_config(spec.name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device)
 
 
 def find_config(
@@ -257,7 +250,13 @@ def find_config(
     causal: bool,
     device: Device,
 ) -> Config:
-    """The first row that fits the problem and the card's shared memory; tuned ones come first."""
+    """The first row that fits the problem and the card's shared memory; tuned ones come first.
+
+    Raises
+    ------
+    UnsupportedError
+        No row fits.
+    """
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
     for row in (*tuned.rows_for(device, d, dv), *_TABLE):
         fits = (

@@ -66,6 +66,34 @@ KERNELS = (
 KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in KERNELS))
 
 
+def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = None) -> KernelSpec:
+    """The first kernel that serves aligned arrays of a dtype and head dim, whatever else is asked.
+
+    Parameters
+    ----------
+    dtype : str
+    head_dim : int
+        The larger of head_dim and head_dim_v.
+    device : Device
+    kernel : str, default any
+        The one kernel that may.
+
+    Raises
+    ------
+    UnsupportedError
+        None does; the message gives each kernel's limit.
+    """
+    limits = []
+    for spec in KERNELS:
+        if kernel not in (None, spec.name):
+            continue
+        limit = spec.limit(dtype, head_dim, device)
+        if limit is None:
+            return spec
+        limits.append(f"{spec.name} {limit}")
+    raise UnsupportedError("; ".join(limits))
+
+
 def select(problem: Problem, device: Device) -> KernelSpec:
     """The first kernel that serves a problem.
 

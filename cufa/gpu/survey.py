@@ -22,7 +22,6 @@ class Card(NamedTuple):
     number: int
     device: Device
     memory_bytes: int
-    multiprocessors: int
 
 
 class Part(NamedTuple):
@@ -71,8 +70,7 @@ def find_cards() -> list[Card]:
     cards = []
     for number in range(cupy.cuda.runtime.getDeviceCount()):
         facts = cupy.cuda.runtime.getDeviceProperties(number)
-        device = get_device(number)
-        cards.append(Card(number, device, facts["totalGlobalMem"], facts["multiProcessorCount"]))
+        cards.append(Card(number, get_device(number), facts["totalGlobalMem"]))
     return cards
 
 

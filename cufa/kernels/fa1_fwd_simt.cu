@@ -83,7 +83,7 @@ fa1_fwd_simt(const __grid_constant__ Params p) {
       Partial part;                             // this half's part of P~ V_j
       part.clear();
       matmul_nn(part, p_smem, own_keys(v_smem));
-      own_first(part);
+      own_rows_first(part);
       Output o;
       outputs.scatter(o, part, 0);
       ptx::bar_sync();                          // sums and outputs of both halves are here

@@ -2,7 +2,7 @@
 // Source: Dao, arXiv:2307.08691, Algorithm 1.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   rows 16-byte aligned
-//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64)
+//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64), natural log
 //   grid  B * H * ceil(Tq / kBlockM)            block kThreads; a warp owns kBlockM / warps rows
 //   smem  one tile of Q, one of K, one of V
 #include "attn/epilogue_mma.cuh"
@@ -23,7 +23,10 @@ static_assert(kBlockM == kRowTiles * 16 * kWarps, "every warp owns whole 16-row 
 static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/config.py");
 static_assert(kAligned && kStages == 1);
 
-// One tile of queries. False, and nothing stored, where a result is not finite and `kCheck`.
+// Of a smaller number the lower of two TF32 numbers is denormal and lacks digits.
+constexpr f32 kLeast = 0x1p-112f;
+
+// One tile of queries. With kCheck: false, and nothing stored, if a result is not finite, or small.
 template <class Unit, bool kCheck> DEVICE bool attend(const Params& p) {
   using Scores = typename Unit::template Scores<kRowTiles, kBlockN / 8>;
   using Output = typename Unit::template Output<kRowTiles, kHeadDimV / 8>;
@@ -70,7 +73,7 @@ template <class Unit, bool kCheck> DEVICE bool attend(const Params& p) {
   Real lse[Output::kRows];
   softmax.finish(o, p, tile, lse);              // divides by l
   if constexpr (kCheck)
-    if (ptx::bar_red_or(!is_finite(o))) return false;
+    if (ptx::bar_red_or(!is_within(o, kLeast))) return false;
   store_output(o, p, tile);
   store_lse(o, lse, p, tile);
   return true;
@@ -80,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 fa2_fwd(const __grid_constant__ Params p) {
   if constexpr (kDType == kFloat32) {
     // An infinity is no sum of two TF32 numbers. Whatever it meets becomes NaN, down to the output,
-    // and the tile is done again as float32 has it.
+    // and the tile is done again as float32 has it; so it is where values are very small.
     if (!attend<TensorCores<true>, true>(p)) attend<CudaCores, false>(p);
   } else {
     attend<TensorCores<kDType == kFloat64>, false>(p);

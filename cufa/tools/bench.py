@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from itertools import count, product
 from pathlib import Path
@@ -23,11 +22,17 @@ from cufa.tools.console import counting, print_table
 from cufa.tools.peers import PEERS, Bind, Peer
 from cufa.tools.results import COLUMNS, QUANTITIES, Report, Result, describe
 from cufa.tools.rigs import BACKENDS, Rig, make_rig
+from cufa.tools.shapes import (
+    KINDS,
+    add_shape_arguments,
+    check_file,
+    make_workload,
+    positive,
+)
 from cufa.tools.timing import Contender, Figures, compare, reason
-from cufa.tools.workloads import PRESETS, Workload, copies_beyond, draw, workload
+from cufa.tools.workloads import PRESETS, Workload, copies_beyond, draw
 
 _ALGORITHMS = tuple(a for a in ALGORITHMS if a != "auto")
-KINDS = {"full": (False,), "causal": (True,), "both": (False, True)}
 #: What a problem is made of where there is no preset, by option.
 _SHAPE = {
     "seqlen": [512, 2048, 8192],
@@ -49,12 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=positive, nargs="+", metavar="N", help="keys; default 512 2048 8192")
     add("--seqlen-q", type=positive, metavar="N", help="queries; default as many as keys")
     add("--head-dim", type=positive, nargs="+", metavar="D", help="default 64 128")
-    add("--head-dim-v", type=positive, metavar="D", help="default as --head-dim")
     add("--dtype", nargs="+", choices=FLOAT_DTYPES, help="default bfloat16")
     add("--causal", choices=KINDS, help="default both")
-    add("--batch", type=positive, metavar="N", help="default: 16384 tokens together")
-    add("--heads", type=positive, metavar="N", help="default: heads * head_dim is 2048")
-    add("--kv-heads", type=positive, metavar="N", help="default as --heads")
+    add_shape_arguments(parser)
     add("--only", default="", metavar="TEXT", help="problems whose title contains this")
     add("--backend", choices=BACKENDS, help="default cupy if there is a GPU, else numpy")
     add("--algorithm", nargs="+", choices=_ALGORITHMS, help="of cufa; default all there are")
@@ -64,14 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", nargs="?", const="-", metavar="FILE", help="every figure; without FILE to stdout")
     add("--markdown", metavar="FILE", help="a table for documents")
     add("--plot", metavar="FILE.png", help="a picture")
-
-
-def positive(text: str) -> int:
-    """An option that is a positive integer."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,14 +125,7 @@ def _combinations(shape: dict[str, Any]) -> list[Workload]:
     each = product(shape["dtype"], shape["head_dim"], KINDS[shape["causal"]], shape["seqlen"])
     names = ("batch", "heads", "kv_heads", "seqlen_q", "head_dim_v")
     fixed = {name: shape[name] for name in names}
-    works = [workload(n, d, dtype=dtype, causal=c, **fixed) for dtype, d, c, n in each]
-    for work in works:
-        if work.heads % work.kv_heads:
-            raise ArgumentError(
-                f"--kv-heads is {work.kv_heads} and there are {work.heads} heads; "
-                "the first must divide the second"
-            )
-    return works
+    return [make_workload(n, d, dtype=dtype, causal=c, **fixed) for dtype, d, c, n in each]
 
 
 def choose_peers(options: argparse.Namespace, rig: Rig) -> list[Peer]:
@@ -212,17 +199,6 @@ def _check_outputs(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path and (name, path) != ("json", "-"):
             check_file(name, path)
-
-
-def check_file(option: str, path: str) -> None:
-    """Raise if no file can be written there."""
-    file = Path(path).absolute()
-    if not file.parent.is_dir():
-        raise ArgumentError(f"--{option} is {path}, and there is no such folder; make it first")
-    if file.is_dir():
-        raise ArgumentError(f"--{option} is {path}, which is a folder; name a file in it")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ArgumentError(f"--{option} is {path}, which may not be written; name another file")
 
 
 def _write_files(report: Report, options: argparse.Namespace) -> None:

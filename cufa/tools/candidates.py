@@ -41,12 +41,24 @@ def _fa2_fwd_simt(c: Config, size: int, d: int, dv: int) -> bool:
     return rows_are_whole and c.block_n % 16 == 0 and c.stages == 1
 
 
+def _fa1_fwd(c: Config, size: int, d: int, dv: int) -> bool:
+    warps = c.threads // 32
+    return (
+        c.block_m & (c.block_m - 1) == 0
+        and c.block_m % (8 * warps) == 0  # a warp owns whole tiles of 8 rows
+        and c.block_n % (16 * warps) == 0
+        and c.threads % 64 == 0
+        and c.stages == 1
+    )
+
+
 #: What each kernel asserts of its tile, given the size of an element in shared memory, and head_dim
 #: and head_dim_v rounded up to a multiple of 32. A kernel without a line here gets every neighbour,
 #: and its compiler says which will not do.
 _RULES: dict[str, Callable[[Config, int, int, int], bool]] = {
     "fa2_fwd": _fa2_fwd,
     "fa2_fwd_simt": _fa2_fwd_simt,
+    "fa1_fwd": _fa1_fwd,
 }
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-#: Columns of a table in a file or a pipe, which have no width of their own.
-_WIDTH = 120
+#: Columns of a table in a file or a pipe, which have no width of their own: a line of `bench` fits.
+_WIDTH = 140
 #: Packages of the extra `tools`.
 _PACKAGES = ("hypothesis", "matplotlib", "ml_dtypes", "rich")
 

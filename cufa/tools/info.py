@@ -18,7 +18,7 @@ from cufa.errors import UnsupportedError
 from cufa.gpu import cache, survey, tuning
 from cufa.gpu.config import Tuned, get_best_config, tuned_arch
 from cufa.gpu.device import OLDEST_ARCH, Device
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import select_for
 from cufa.options import FLOAT_DTYPES, plain_integer
 from cufa.tools.backends import Backend
 from cufa.tools.console import pip_install, print_table
@@ -87,7 +87,7 @@ def gather(arch: int | None = None) -> _Facts:
                 "name": card.device.name,
                 "arch": card.device.arch,
                 "memory_bytes": card.memory_bytes,
-                "multiprocessors": card.multiprocessors,
+                "multiprocessors": card.device.sm_count,
             }
             for card in cards
         ],
@@ -132,10 +132,10 @@ def _kernels(arch: int) -> list[_Facts]:
 
 def _kernel(dtype: str, head_dim: int, device: Device) -> _Facts:
     try:
+        name = select_for(dtype, head_dim, device).name
         config = get_best_config(SEQLEN, head_dim=head_dim, dtype=dtype, arch=device.arch)
     except UnsupportedError:
         return {"kernel": None}
-    name = next(spec.name for spec in KERNELS if spec.limit(dtype, head_dim, device) is None)
     return {"kernel": name, "tiles_of": tuned_arch(name, device), **config._asdict()}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from cufa.errors import ArgumentError
 from cufa.tools.results import QUANTITIES, Report, Result, describe
-from cufa.tools.workloads import Workload
 
 #: Ten colours are told apart, and further contenders by these.
 _MARKERS = "os^v"
@@ -58,23 +57,13 @@ def panels_of(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Results by kind; kinds of one length are left out if others have more."""
     panels: dict[str, list[Result]] = {}
     for result in results:
-        panels.setdefault(kind(result.work), []).append(result)
+        panels.setdefault(result.work.family, []).append(result)
     curves = {
         title: members
         for title, members in panels.items()
         if len({result.work.seqlen_k for result in members}) > 1
     }
     return curves or panels
-
-
-def kind(work: Workload) -> str:
-    """What the problems of a panel have in common."""
-    heads = f"{work.heads}/{work.kv_heads}" if work.heads != work.kv_heads else str(work.heads)
-    dims = f"{work.head_dim}"
-    dims += f"/{work.head_dim_v}" if work.head_dim_v != work.head_dim else ""
-    causal = "causal" if work.causal else "full"
-    more = f"{', bias' if work.bias else ''}{', out=' if work.out else ''}"
-    return f"{work.dtype}, {heads} heads of {dims}, {causal}{more}"
 
 
 def _panel(a: Any, title: str, quantity: str, results: list[Result], names: list[str]) -> None:

@@ -34,7 +34,7 @@ _LEAST_GAIN = 0.01
 
 
 @dataclass(frozen=True)
-class Bench:
+class Track:
     """What tiles are tried on.
 
     Parameters
@@ -106,16 +106,16 @@ def row_of(key: KernelKey, config: Config, seqlen: int = ANY) -> _Row:
 
 
 def compiled(
-    bench: Bench, key: KernelKey, configs: Sequence[Config], deadline: float
+    track: Track, key: KernelKey, configs: Sequence[Config], deadline: float
 ) -> list[Config]:
     """Those that compile without spills, and before the deadline."""
 
     def attempt(config: Config) -> bool:
-        if bench.now() > deadline:
+        if track.now() > deadline:
             return False
-        bench.progress()
+        track.progress()
         try:
-            log = bench.compile(key._replace(config=config))
+            log = track.compile(key._replace(config=config))
         except BuildError:  # an assertion of the kernel
             return False
         return not any(int(spilled) for spilled in _SPILL.findall(log))
@@ -125,7 +125,7 @@ def compiled(
     return [config for config, good in zip(configs, fit, strict=True) if good]
 
 
-def is_right(bench: Bench, work: Workload, key: KernelKey, config: Config, algorithm: str) -> bool:
+def is_right(track: Track, work: Workload, key: KernelKey, config: Config, algorithm: str) -> bool:
     """Whether a tile gives what the oracle gives, on a small problem that ends within tiles."""
     work = replace(
         work,
@@ -137,8 +137,8 @@ def is_right(bench: Bench, work: Workload, key: KernelKey, config: Config, algor
     )
     host = draw(np, work)[0][:3]
     wanted = exact(*host, causal=work.causal)
-    arrays = Inputs(*(to_device(bench.rig.xp, a) for a in host))
-    contender = _contender(bench, key, config, work, [arrays], algorithm)
+    arrays = Inputs(*(to_device(track.rig.xp, a) for a in host))
+    contender = _contender(track, key, config, work, [arrays], algorithm)
     try:
         with contender.around():
             out = contender.calls[0]()
@@ -149,7 +149,7 @@ def is_right(bench: Bench, work: Workload, key: KernelKey, config: Config, algor
 
 
 def race(
-    bench: Bench,
+    track: Track,
     work: Workload,
     key: KernelKey,
     configs: Sequence[Config],
@@ -161,12 +161,12 @@ def race(
 
     Every heat has the tile in force among its contenders, and heats are compared by ratios to it.
     """
-    inputs = draw(bench.rig.xp, work, copies_beyond(bench.rig.cache_bytes, work))
+    inputs = draw(track.rig.xp, work, copies_beyond(track.rig.cache_bytes, work))
 
     def timed(tiles: Sequence[Config], rounds: int) -> dict[Config, Figures]:
         named = {str(tile): tile for tile in tiles}
-        contenders = [_contender(bench, key, c, work, inputs, algorithm) for c in named.values()]
-        found = compare(contenders, bench.rig.clock, rounds, bench.progress)
+        contenders = [_contender(track, key, c, work, inputs, algorithm) for c in named.values()]
+        found = compare(contenders, track.rig.clock, rounds, track.progress)
         failure = found[str(key.config)]
         if isinstance(failure, str):
             raise DeviceError(f"{work} cannot be timed with the tile in force: {failure}")
@@ -175,7 +175,7 @@ def race(
     before = key.config
     ratios: dict[Config, float] = {}
     for start in range(0, len(configs), _HEAT):
-        if bench.now() > deadline:
+        if track.now() > deadline:
             break
         figures = timed([before, *configs[start : start + _HEAT]], 1)
         base = figures.pop(before).median_ms
@@ -193,17 +193,17 @@ def _winner(finalists: dict[Config, Figures], before: Config) -> Config:
 
 
 def _contender(
-    bench: Bench,
+    track: Track,
     key: KernelKey,
     config: Config,
     work: Workload,
     inputs: Sequence[Inputs],
     algorithm: str,
 ) -> Contender:
-    rows = Tuned((row_of(key, config),), (bench.device.name,))
+    rows = Tuned((row_of(key, config),), (track.device.name,))
     options = {"causal": work.causal, "algorithm": algorithm}
     return Contender(
         str(config),
-        [partial(bench.attention, *arrays[:3], **options) for arrays in inputs],
+        [partial(track.attention, *arrays[:3], **options) for arrays in inputs],
         around=partial(tuning.using, rows),
     )

@@ -109,11 +109,10 @@ def search(
     except _Stop:
         pass
     except Unsatisfiable:
-        kernels = ", ".join(sorted(wish.kernels or ["any"]))
+        kernels = f"kernel is {', '.join(sorted(wish.kernels))}, " if wish.kernels else ""
         raise ArgumentError(
-            f"kernel is {kernels}, algorithm {', '.join(wish.algorithms)}; no problem of "
-            f"{', '.join(wish.dtypes)} that was drawn is served by it here: allow others, or more "
-            "examples"
+            f"{kernels}algorithm is {', '.join(wish.algorithms)}; nothing here serves any problem "
+            f"of {', '.join(wish.dtypes)} that was drawn: allow others, or more examples"
         ) from None
     except Flaky:
         trial.doubt("it does not fail every time")

@@ -19,13 +19,19 @@ from cufa.gpu.config import ANY, LENGTHS, Config, Scores, Tuned, _Row, find_conf
 from cufa.gpu.device import Device, get_device
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import FLOAT_DTYPES
-from cufa.tools.bench import KINDS, check_file, positive
 from cufa.tools.candidates import candidates
 from cufa.tools.console import counting, print_table
-from cufa.tools.race import Bench, Finding, compiled, is_right, key_of, race, row_of
+from cufa.tools.race import Finding, Track, compiled, is_right, key_of, race, row_of
 from cufa.tools.results import significant
 from cufa.tools.rigs import make_rig
-from cufa.tools.workloads import Workload, workload
+from cufa.tools.shapes import (
+    KINDS,
+    add_shape_arguments,
+    check_file,
+    make_workload,
+    positive,
+)
+from cufa.tools.workloads import Workload
 
 _COLUMNS = ("problem", "kernel", "before", "ms", "now", "ms", "gain", "tiles timed")
 #: What compiling may take of the time for a kernel.
@@ -38,12 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths, dims = [1024, 4096, 16384], [64, 128]
     add("--seqlen", type=positive, nargs="+", default=lengths, metavar="N", help="keys and queries")
     add("--head-dim", type=positive, nargs="+", default=dims, metavar="D")
-    add("--head-dim-v", type=positive, metavar="D", help="default as --head-dim")
     add("--dtype", choices=FLOAT_DTYPES, default="bfloat16", help="16-bit dtypes share their rows")
     add("--causal", choices=KINDS, default="both")
-    add("--batch", type=positive, metavar="N", help="default: 16384 tokens together")
-    add("--heads", type=positive, metavar="N", help="default: heads * head_dim is 2048")
-    add("--kv-heads", type=positive, metavar="N", help="default as --heads")
+    add_shape_arguments(parser)
     add("--kernel", choices=KERNEL_NAMES, help="default the one that cufa.attention takes")
     add("--budget", type=positive, default=300, metavar="SECONDS", help="about; default 300")
     add("--rounds", type=positive, default=7, metavar="N", help="bursts of each in a final")
@@ -55,51 +58,51 @@ def run(options: argparse.Namespace) -> int:
     return tune(options, _card())
 
 
-def tune(options: argparse.Namespace, bench: Bench) -> int:
-    """`run` on a bench."""
+def tune(options: argparse.Namespace, track: Track) -> int:
+    """`run` on a track."""
     check_file("out", options.out)
-    begin = bench.now()
-    with tuning.using(Tuned()), bench.rig.stream(), counting("tune") as show:
+    begin = track.now()
+    with tuning.using(Tuned()), track.rig.stream(), counting("tune") as show:
 
         def progress() -> None:
-            show(min(options.budget, int(bench.now() - begin)), options.budget)
+            show(min(options.budget, int(track.now() - begin)), options.budget)
 
-        bench = replace(bench, progress=progress)
-        findings = search(options, bench, begin + options.budget)
-        rows, measured = table(findings, bench.device)
-    tuning.write(options.out, bench.device, rows, measured)
-    title = f"{bench.device.name}, cufa {cufa.__version__}: written to {options.out}"
+        track = replace(track, progress=progress)
+        findings = search(options, track, begin + options.budget)
+        rows, measured = table(findings, track.device)
+    tuning.write(options.out, track.device, rows, measured)
+    title = f"{track.device.name}, cufa {cufa.__version__}: written to {options.out}"
     print_table(title, _COLUMNS, map(_line, findings))
     return 0
 
 
-def search(options: argparse.Namespace, bench: Bench, deadline: float) -> list[Finding]:
+def search(options: argparse.Namespace, track: Track, deadline: float) -> list[Finding]:
     """What won each workload, those of a kernel in order of their lengths."""
     algorithm = _algorithm(options.kernel)
-    groups = _groups(options, bench.device, algorithm)
+    groups = _groups(options, track.device, algorithm)
     findings = []
     for number, works in enumerate(groups):
         work = works[0]
-        key = key_of(work, bench.device, algorithm)
+        key = key_of(work, track.device, algorithm)
         tiles = candidates(
-            key.kernel, key.dtype, work.head_dim, work.head_dim_v, bench.device, key.config
+            key.kernel, key.dtype, work.head_dim, work.head_dim_v, track.device, key.config
         )
-        ends = _share(bench, deadline, len(groups) - number)
-        tiles = compiled(bench, key, tiles, bench.now() + _COMPILING * (ends - bench.now()))
-        tiles = [tile for tile in tiles if is_right(bench, work, key, tile, algorithm)]
+        ends = _share(track, deadline, len(groups) - number)
+        tiles = compiled(track, key, tiles, track.now() + _COMPILING * (ends - track.now()))
+        tiles = [tile for tile in tiles if is_right(track, work, key, tile, algorithm)]
         tiles.append(key.config)  # at other lengths another may be in force
         for left, work in zip(range(len(works), 0, -1), works, strict=True):
-            key = key_of(work, bench.device, algorithm)
+            key = key_of(work, track.device, algorithm)
             others = [tile for tile in tiles if tile != key.config]
-            until = _share(bench, ends, left)
-            findings.append(race(bench, work, key, others, algorithm, options.rounds, until))
-            bench.rig.release()
+            until = _share(track, ends, left)
+            findings.append(race(track, work, key, others, algorithm, options.rounds, until))
+            track.rig.release()
     return findings
 
 
-def _share(bench: Bench, deadline: float, parts: int) -> float:
+def _share(track: Track, deadline: float, parts: int) -> float:
     """When the first of some equal parts of the time that is left ends."""
-    now = bench.now()
+    now = track.now()
     return now + max(0.0, deadline - now) / parts
 
 
@@ -117,7 +120,7 @@ def _groups(options: argparse.Namespace, device: Device, algorithm: str) -> list
     for d in head_dims.values():
         for causal in KINDS[options.causal]:
             works = [
-                workload(n, d, dtype=options.dtype, causal=causal, **fixed)
+                make_workload(n, d, dtype=options.dtype, causal=causal, **fixed)
                 for n in sorted({*options.seqlen})
             ]
             served = key_of(works[0], device, algorithm).kernel
@@ -196,7 +199,7 @@ def _tile(c: Config) -> str:
     return f"{c.block_m}x{c.block_n}, {c.threads} threads, {c.stages} st, {c.blocks_per_sm} a SM"
 
 
-def _card() -> Bench:
+def _card() -> Track:
     """The current device.
 
     Raises
@@ -208,4 +211,4 @@ def _card() -> Bench:
     if rig.backend != "cupy":
         raise DeviceError("tune needs a GPU, and CuPy finds none; tiles are of GPU kernels only")
     device = get_device(rig.xp.cuda.runtime.getDevice())
-    return Bench(rig, device, cufa.attention, build.compile_into_cache)
+    return Track(rig, device, cufa.attention, build.compile_into_cache)

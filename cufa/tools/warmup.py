@@ -10,8 +10,9 @@ from cufa.gpu import cache
 from cufa.gpu.warmup import warmup
 from cufa.options import FLOAT_DTYPES
 from cufa.tools.console import counting
+from cufa.tools.shapes import KINDS
 
-_CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+_ANSWERS = {"no": (False,), "yes": (True,), "both": (False, True)}
 _SWITCHES = {
     "window": "a window",
     "mask": "a mask",
@@ -33,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["float16", "bfloat16"],
         help="default: float16 bfloat16",
     )
-    add("--causal", choices=_CAUSAL, default="both", help="default: both")
-    add("--return-lse", choices=_CAUSAL, default="no", help="default: no")
+    add("--causal", choices=KINDS, default="both", help="default: both")
+    add("--return-lse", choices=_ANSWERS, default="no", help="default: no")
     for name, feature in _SWITCHES.items():
         add(f"--{name}", action="store_true", help=f"calls will have {feature}")
     add("--bias", choices=FLOAT_DTYPES, help="calls will have a bias of this dtype")
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compile, with a bar, and say how many kernels are ready."""
     arguments = {name: value for name, value in vars(options).items() if name != "tool"}
-    for name in ("causal", "return_lse"):
-        arguments[name] = _CAUSAL[arguments[name]]
+    arguments["causal"] = KINDS[options.causal]
+    arguments["return_lse"] = _ANSWERS[options.return_lse]
     with counting("compiling") as progress, warnings.catch_warnings():
         # Kernels that cannot be kept are gone with this process: of no use to anybody.
         warnings.simplefilter("error", RuntimeWarning)

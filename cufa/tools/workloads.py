@@ -61,16 +61,36 @@ class Workload:
         return ITEMSIZE[self.dtype] * (queries + keys) * (self.head_dim + self.head_dim_v)
 
     def __str__(self) -> str:
-        heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
-        dims = f"{self.head_dim}"
-        dims += f"/{self.head_dim_v}" if self.head_dim != self.head_dim_v else ""
-        lengths = f"{self.seqlen_q}"
-        lengths += f"x{self.seqlen_k}" if self.seqlen_q != self.seqlen_k else ""
-        kind = "causal" if self.causal else "full"
+        lengths = _one_or_both(self.seqlen_q, "x", self.seqlen_k)
         return (
-            f"{self.dtype} d{dims} {lengths} {kind}, {self.batch}x{heads} heads"
-            f"{', bias' if self.bias else ''}{', out=' if self.out else ''}"
+            f"{self.dtype} d{self._dims} {lengths} {self._rule}, {self.batch}x{self._heads} heads"
+            f"{self._more}"
         )
+
+    @property
+    def family(self) -> str:
+        """What problems have in common that differ in nothing but their lengths and batch."""
+        return f"{self.dtype}, {self._heads} heads of {self._dims}, {self._rule}{self._more}"
+
+    @property
+    def _heads(self) -> str:
+        return _one_or_both(self.heads, "/", self.kv_heads)
+
+    @property
+    def _dims(self) -> str:
+        return _one_or_both(self.head_dim, "/", self.head_dim_v)
+
+    @property
+    def _rule(self) -> str:
+        return "causal" if self.causal else "full"
+
+    @property
+    def _more(self) -> str:
+        return f"{', bias' if self.bias else ''}{', out=' if self.out else ''}"
+
+
+def _one_or_both(a: int, between: str, b: int) -> str:
+    return f"{a}" if a == b else f"{a}{between}{b}"
 
 
 class Inputs(NamedTuple):

@@ -121,7 +121,7 @@ FA1_FWD_SIMT = (
           "fa1_fwd_simt.cu", "apply_mask(s, p, numbered, key0 + slice() * kSlice)",
           "apply_mask(s, p, numbered, key0)"),
     Fault("the halves give what they own",                 WRONG,      "plain",
-          "fa1_fwd_simt.cu", "own_first(part);", ""),
+          "fa1_fwd_simt.cu", "own_rows_first(part);", ""),
     Fault("the second half has the first one's maxima",    WRONG,      "plain",
           "fa1_fwd_simt.cu", "slice() ? top[r + kRows - kOwnRows] : top[r]", "top[r]"),
     Fault("O before keeps to the old maximum",             WRONG,      "plain",

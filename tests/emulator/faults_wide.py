@@ -26,7 +26,7 @@ FA2_FWD_FLOAT32 = (
     Fault("what TF32 lacks of V is left out",           WRONG,     "plain",
           "tile/wide_fragment.cuh", "(x, a.high, b.low[0], b.low[1])", "(x, a.high, 0, 0)"),
     Fault("small products are not added",               WRONG,     "plain",
-          "tile/wide_fragment.cuh", "large[i] + small[i]", "large[i]"),
+          "tile/wide_fragment.cuh", "large[i] + small[i] * (1 / kLift)", "large[i]"),
     Fault("a block's output takes the place of O",      WRONG,     "plain",
           "tile/wide_fragment.cuh", "to[i] += x[i];", "to[i] = x[i];"),
     Fault("8 rows of K are the same",                   WRONG,     "plain",

@@ -27,13 +27,17 @@ template <class Output> DEVICE void store_output(Output& o, const Params& p, con
   }
 }
 
-template <class Output> DEVICE bool is_finite(Output& o) {
-  bool finite = true;
+// Whether every result is finite, and 0 or no smaller than `least`.
+template <class Output> DEVICE bool is_within(Output& o, Real least) {
+  bool within = true;
 #pragma unroll
   for (int r = 0; r < Output::kRows; ++r)
 #pragma unroll
-    for (int c = 0; c < Output::kCols; ++c) finite &= abs_of(o.at(r, c)) < infinity();
-  return finite;
+    for (int c = 0; c < Output::kCols; ++c) {
+      const Real size = abs_of(o.at(r, c));
+      within &= (size >= least && size < infinity()) || size == 0;
+    }
+  return within;
 }
 
 template <class Output, int kRows>

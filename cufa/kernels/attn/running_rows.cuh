@@ -9,8 +9,7 @@
 // has put there itself, so no thread waits for another; adjacent threads' runs lie side by side.
 template <class Output> struct RunningRows {
   static constexpr int kRows = Output::kRows, kCols = Output::kCols;
-  static constexpr int kMost = 16 / int(sizeof(Real));
-  static constexpr int kRun = kCols % kMost == 0 ? kMost : 2;
+  static constexpr int kRun = kCols % kRealVec == 0 ? kRealVec : 2;
   static_assert(kStateBytes == kThreads * kRows * (kCols + 2) * int(sizeof(Real)),
                 "gpu/config.py");
 

@@ -14,6 +14,7 @@ template <> struct Accumulator<true> { using type = f64; };
 
 using Elem = Storage<kDType>::type;
 using Real = Accumulator<kDType == kFloat64>::type;
+constexpr int kRealVec = 16 / sizeof(Real);  // as many as one access moves
 
 template <DType kFrom> DEVICE Real to_real(typename Storage<kFrom>::type x) {
   if constexpr (kFrom == kFloat16) return ptx::cvt_f32_f16(x);

@@ -3,6 +3,7 @@
 #pragma once
 #include "tile/wide_fragment.cuh"
 
+// A type of its own, by which the functions below are chosen.
 template <int kRowTiles, int kColTiles>
 struct ExactScores : WideFragment<kRowTiles, kColTiles, false> {};
 
@@ -40,7 +41,7 @@ DEVICE void matmul_nn(WideFragment<kRowTiles, kColTiles, true>& o,
   for (int c = 0; c < P::kCols; ++c)
 #pragma unroll 1
     for (int other = 0; other < 4; ++other) {
-      const int key = p.col(c) ^ 2 * other;
+      const int key = p.col(c) ^ 2 * other;  // in bits 1 and 2 of a column is its lane
       Real weight[P::kRows];
 #pragma unroll
       for (int r = 0; r < P::kRows; ++r) weight[r] = ptx::shfl_bfly(p.at(r, c), other);

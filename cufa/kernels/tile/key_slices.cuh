@@ -2,7 +2,7 @@
 // shared memory. Group g is threads g * kThreads / kSlices and on: the key slice g.
 #pragma once
 #include "base/math.cuh"
-#include "tile/padded_tile.cuh"
+#include "ptx/thread.cuh"
 
 // One number for each row and slice.
 template <int kSlices, int kRows> struct SliceRows {

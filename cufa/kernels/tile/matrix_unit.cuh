@@ -4,6 +4,7 @@
 #include "tile/mma_fragment.cuh"
 #include "tile/wide_fragment.cuh"
 
+// kWide: numbers of 32 or 64 bits, else of 16.
 template <bool kWide> struct TensorCores {
   template <int kRowTiles, int kColTiles> using Scores = MmaFragment<kRowTiles, kColTiles>;
   template <int kRowTiles, int kColTiles> using Output = MmaFragment<kRowTiles, kColTiles>;

@@ -4,7 +4,6 @@
 #include "base/dtype.cuh"
 #include "ptx/thread.cuh"
 
-constexpr int kRealVec = 16 / sizeof(Real);
 using RealVec = Vec<Real, kRealVec>;
 
 template <int kRows, int kCols> struct PaddedTile {

@@ -33,7 +33,7 @@ template <int kCols, int kRun> struct OwnRows : SimtFragment<kOwnRows, kCols, kR
 
 // Exchanges the two halves of a thread's rows in the second half of the threads: now those that it
 // owns come first.
-template <int kCols, int kRun> DEVICE void own_first(SimtFragment<kRows, kCols, kRun>& f) {
+template <int kCols, int kRun> DEVICE void own_rows_first(SimtFragment<kRows, kCols, kRun>& f) {
   if constexpr (kSlices == 1) return;
 #pragma unroll
   for (int r = 0; r < kOwnRows; ++r)

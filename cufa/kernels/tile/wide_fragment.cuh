@@ -40,14 +40,14 @@ template <class T, int kCount> struct Operand;
 template <int kCount> struct Operand<f64, kCount> {
   f64 x[kCount];
 
-  DEVICE void set(int i, f64 value) { x[i] = value; }
+  DEVICE void set(int i, f64 value, f64 = 1) { x[i] = value; }
 };
 template <int kCount> struct Operand<f32, kCount> {
-  u32 high[kCount], low[kCount];  // TF32: high is rounded, low what it lacks
+  u32 high[kCount], low[kCount];  // TF32: high is rounded, low what it lacks, times `lift`
 
-  DEVICE void set(int i, f32 value) {
-    high[i] = (ptx::mov_b32(value) + 0x1000) & 0xffffe000;
-    low[i] = ptx::mov_b32(value - ptx::mov_f32(high[i]));
+  DEVICE void set(int i, f32 value, f32 lift = 1.f) {
+    high[i] = (ptx::mov_b32(value) + 0x1000) & 0xffffe000;  // 13 bits fewer
+    low[i] = ptx::mov_b32((value - ptx::mov_f32(high[i])) * lift);
   }
 };
 
@@ -55,6 +55,8 @@ template <int kCount> struct Operand<f32, kCount> {
 // what is there, to end, where float32 adds to it.
 template <class T> struct Sum;
 template <> struct Sum<f64> {
+  static constexpr f64 kLift = 1;
+
   f64 x[4];
 
   DEVICE void begin(const f64 (&from)[4]) {
@@ -78,6 +80,10 @@ template <> struct Sum<f64> {
   }
 };
 template <> struct Sum<f32> {
+  // What a small number lacks is denormal, and TF32 has no digits for it; times this it is as large
+  // as the number at most.
+  static constexpr f32 kLift = 4096.f;
+
   f32 large[4], small[4];
 
   DEVICE void begin(const f32 (&)[4]) {
@@ -91,7 +97,7 @@ template <> struct Sum<f32> {
   }
   DEVICE void end(f32 (&to)[4]) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] += large[i] + small[i];
+    for (int i = 0; i < 4; ++i) to[i] += large[i] + small[i] * (1 / kLift);
   }
 };
 
@@ -120,8 +126,9 @@ DEVICE void load_chunk(f32 (&x)[4], u32 address) { ptx::ld_shared_v4_f32(x, addr
 DEVICE void load_chunk(f64 (&x)[2], u32 address) { ptx::ld_shared_v2_f64(x, address); }
 
 // Where a lane finds its part of an operand of S = Q K^T, rows of 16 columns at a time: two steps
-// of k. A sum has no order: in the places of k = lane % 4 and 4 further a lane may hold any two
-// columns, if it does so in both operands.
+// of k. float64 (kChunk 2) comes by plain loads, float32 by ldmatrix. A sum has no order: in the
+// places of k = lane % 4 and 4 further a lane may hold any two columns, if it does so in both
+// operands.
 template <bool kIsA, int kRows, int kDepth> struct RowReader {
   using Tile = SwizzledTile<kRows, kDepth>;
   typename Tile::Origin from;
@@ -164,6 +171,7 @@ DEVICE void matmul_nt(WideFragment<kRowTiles, kColTiles, false>& s, SwizzledTile
                       SwizzledTile<kColTiles * 8, kDepth> b) {
   const RowReader<true, kRowsA, kDepth> a_rows(a, 16 * kRowTiles * warp());
   const RowReader<false, kColTiles * 8, kDepth> b_rows(b, 0);
+  constexpr Real kLift = Sum<Real>::kLift;
   Sum<Real> sum[kRowTiles][kColTiles];
   s.clear();
 #pragma unroll
@@ -178,7 +186,7 @@ DEVICE void matmul_nt(WideFragment<kRowTiles, kColTiles, false>& s, SwizzledTile
       Real x[2][2][2];
       a_rows.load(x, 16 * m, k);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) a_frag[m][i / 4].set(i % 4, x[i / 4][i / 2 % 2][i % 2]);
+      for (int i = 0; i < 8; ++i) a_frag[m][i / 4].set(i % 4, x[i / 4][i / 2 % 2][i % 2], kLift);
     }
 #pragma unroll
     for (int n = 0; n < kColTiles; n += 2) {
@@ -189,7 +197,7 @@ DEVICE void matmul_nt(WideFragment<kRowTiles, kColTiles, false>& s, SwizzledTile
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
           Operand<Real, 2> b_frag;
-          b_frag.set(0, x[step][0][tile]), b_frag.set(1, x[step][1][tile]);
+          b_frag.set(0, x[step][0][tile], kLift), b_frag.set(1, x[step][1][tile], kLift);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) sum[m][n + tile].add(a_frag[m][step], b_frag);
         }
