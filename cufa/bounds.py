@@ -46,7 +46,7 @@ def exact(
     q, k, v : array
         NumPy arrays of one float dtype.
     algorithm : str, default "auto"
-        Of no account: the answer and the bound are the same for all.
+        The answer is the same for all; "standard" may take results that are denormal for zero.
     sink, **options
         Those of `cufa.reference.attention`.
 
@@ -68,7 +68,9 @@ def exact(
       accumulator's smallest normal number, below which weights may be flushed to zero.
     - Results below the normal numbers: the accumulator's smallest number for each key, since a
       product with so small a value is rounded to a multiple of it.
-    - The result: two units in the last place of the largest element of its row.
+    - The result: two units in the last place of the largest element of its row. Of algorithm
+      "standard" the accumulator's smallest normal number too: what an array library computes
+      below it may be zero, as with CuPy, which compiles its kernels so.
     - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
 
     Measuring another implementation's error instead would be a lottery: on a small problem that one
@@ -97,6 +99,8 @@ def exact(
         finite = np.where(np.isfinite(out4), abs(out4), 0)
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
         bound += scores.shape[3] * smallest(q.dtype)
+        if algorithm == "standard":
+            bound += np.finfo("float64" if q.dtype == np.float64 else "float32").tiny
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 

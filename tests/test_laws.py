@@ -284,6 +284,24 @@ def test_top_left_is_causal_on_the_leading_square(xp, fit, case):
 
 
 @given(case=cases(rank=st.sampled_from([3, 4])))
+@example(  # a sink beside which all results are denormal
+    case=Case(
+        *(1, 3, 1, 2, 300, 16, 16),
+        dtype="bfloat16",
+        rank=3,
+        layout="bhsd",
+        causal="top_left",
+        softcap=0.5,
+        mask=(False, True, True, False),
+        hidden=0.0,
+        bias=(False, False, False, False),
+        extra_dtype="float16",
+        alibi=1,
+        sink=True,
+        algorithm="standard",
+        seed=186,
+    )
+)
 def test_grouped_heads_are_repeated_heads(xp, fit, case):
     case = fit(case)
     q, k, v = case.arrays(np)
