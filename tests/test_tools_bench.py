@@ -412,6 +412,7 @@ def test_cufa_is_timed_on_a_card(cupy):
         result = bench.measure(rig, work, ["fa2"], [], 2)
         (arrays,) = draw(cupy, work)
         out = peers.ours("fa2", work, [arrays], rig.extra_bytes).calls[0]()
+        cupy.cuda.get_current_stream().synchronize()
     assert result.figures["cufa fa2"].median_ms > 0
     assert_within_rounding(to_numpy(out), exact(*map(to_numpy, arrays[:3])))
 
