@@ -249,15 +249,21 @@ def test_the_order_of_threads_does_not_show_in_a_single_bit(case: Case, algorith
     assert len({*results}) == 1
 
 
-@given(case=cases(dtypes=["float32"], features=["causal"], max_elements=1 << 20))
+@given(
+    case=cases(  # scores of some units; of hundreds, their own rounding shows
+        dtypes=["float32"], features=["causal"], scores="normal", scale=None, max_elements=1 << 20
+    )
+)
 @settings(max_examples=settings.default.max_examples // 10)
-def test_the_two_algorithms_agree_to_rounding(case: Case) -> None:
+def test_the_two_algorithms_agree_to_millionths_in_float32(case: Case) -> None:
     case, machine = case.few_kernels(), emulator(90)
+    q, k, v = case.arrays(np)
     first, second = (
-        attention(machine, *case.arrays(np), **case.options(np), algorithm=algorithm)
+        attention(machine, q, k, v, **case.options(np), algorithm=algorithm)
         for algorithm in ("fa1", "fa2")
     )
-    np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
+    room = 2e-6 * abs(v).max(initial=0)  # a millionth for each
+    assert (abs(first - second) <= room).all()
 
 
 @pytest.mark.parametrize(
