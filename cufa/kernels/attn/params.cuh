@@ -1,6 +1,7 @@
 // The one argument of every kernel. Mirrored in gpu/params.py; strides count elements.
 #pragma once
 #include "base/config.cuh"
+#include "ptx/tma.cuh"
 
 struct Strides {
   i64 batch, head, row;
@@ -22,10 +23,13 @@ struct Divisor {
 };
 
 struct Params {
+  ptx::TensorMap q_map, k_map, v_map;  // where TMA loads
+
   const void *q, *k, *v;
   void *o, *lse;
   const void *mask, *bias, *alibi_slopes, *sink;
   void* workspace;
+  u32* tickets;  // of blocks that stay: how many tiles beyond their first have been taken
 
   Strides q_stride, k_stride, v_stride, o_stride;
   ScoreStrides mask_stride, bias_stride;
@@ -35,6 +39,8 @@ struct Params {
 
   Divisor heads, group;  // query heads, and how many of them share a key/value head
   Divisor tiles;         // query tiles of one head, or ranges of them: what blocks it has
+  Divisor section, section_tiles;  // heads whose tiles are taken together; their tiles
+  i32 tile_count;                  // of all heads
   i32 seqlen_q, seqlen_k;
   i32 head_dim, head_dim_v;
   i32 rows_per_block;         // a multiple of kBlockM, where blocks have ranges of tiles

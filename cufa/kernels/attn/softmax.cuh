@@ -14,6 +14,10 @@ constexpr f32 kFoldLimit = 16384.f;
 // weights are up to 2^kSlack, which costs no precision, and most blocks multiply no output.
 constexpr f32 kSlack = 8.f;
 
+// How large the weights of a row that one lane holds of a block may be together, where nobody looks
+// for the largest score: each of them then fits a float16, whose largest number is 65504.
+constexpr f32 kMostWeight = 16384.f;
+
 // From scores, as score_mod leaves them, to exponents of 2.
 DEVICE Real exponent_scale(const Params& p) {
   return kFoldScale ? Real(p.scale * kLog2e) : Real(kLog2e);
@@ -49,6 +53,11 @@ DEVICE RowEnd end_row(Real m, Real sum, Real scale, Real sink) {
           sum == 0 ? -infinity() : top + log2_of(sum) * Real(kLn2)};
 }
 
+template <class Fragment> DEVICE void scale_row(Fragment& x, int r, Real factor) {
+#pragma unroll
+  for (int c = 0; c < Fragment::kCols; ++c) x.at(r, c) *= factor;
+}
+
 template <int kRows> struct OnlineSoftmax {
   Real scale;     // exponent_scale
   Real m[kRows];  // what the weights of a row are relative to: about its largest score so far
@@ -61,7 +70,14 @@ template <int kRows> struct OnlineSoftmax {
 
   // s becomes P = exp2(scale * (s - m)), and the output so far follows m where that moves.
   template <class Scores, class Output> DEVICE void update(Scores& s, Output& o) {
-    static_assert(Scores::kRows == kRows && Output::kRows == kRows);
+    static_assert(Output::kRows == kRows);
+    update_apart(s, [&](int r, Real factor) { scale_row(o, r, factor); });
+  }
+
+  // The same where the output is elsewhere: where m moves, follow(r, factor) is told for every row
+  // what to multiply it by.
+  template <class Scores, class Follow> DEVICE void update_apart(Scores& s, Follow follow) {
+    static_assert(Scores::kRows == kRows);
     Real top[kRows];
     bool special = false;
 #pragma unroll
@@ -75,7 +91,7 @@ template <int kRows> struct OnlineSoftmax {
     }
     // One branch for all rows, so that exponentials and the product that follows share a block of
     // instructions, in which the compiler runs one under the other.
-    if (ptx::vote_any(special)) follow(top, s, o);
+    if (ptx::vote_any(special)) move_up(top, s, follow);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const Real base = can_fold(m[r], scale) ? ptx::mul_rn(m[r], scale) : Real(0);
@@ -87,6 +103,65 @@ template <int kRows> struct OnlineSoftmax {
     }
   }
 
+  // The same without a look at the scores, relative to the m that earlier blocks have left: s
+  // becomes P, `sum` what this lane has of its row sums. True where that made no large number;
+  // else `correct` has to follow.
+  template <class Scores> DEVICE bool update_blind(Scores& s, Real (&sum)[kRows]) const {
+    Real base[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Where m is of no use, -inf or beyond kFoldLimit, all becomes NaN, which is not small.
+      base[r] = can_fold(m[r], scale) ? ptx::mul_rn(m[r], scale) : nan();
+      sum[r] = 0;
+    }
+    // By pairs and by rows in turn: the additions are two chains, and wait for nobody else.
+#pragma unroll
+    for (int c = 0; c < Scores::kCols; c += 2)
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        s.at(r, c) = exp2_of(s.at(r, c) * scale - base[r]);
+        s.at(r, c + 1) = exp2_of(s.at(r, c + 1) * scale - base[r]);
+        sum[r] += s.at(r, c) + s.at(r, c + 1);
+      }
+    bool small = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) small &= sum[r] <= kMostWeight;
+    return !ptx::vote_any(!small);
+  }
+
+  // Moves m up until no weight of update_blind is above 2. A row that has overflowed gives up: its
+  // sum, and so its l, is NaN from here on.
+  template <class Scores, class Output>
+  DEVICE void correct(Scores& s, Real (&sum)[kRows], Output& o) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      Real top = 1;  // m stays where all weights are below
+#pragma unroll
+      for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
+      top = row_max<Scores::kRowLanes>(top);
+      const Real previous = m[r];
+      m[r] += exponent_of(top) * ptx::rcp_approx(scale);
+      const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
+      l[r] *= rescale;
+      sum[r] = sum[r] < infinity() ? sum[r] * rescale : nan();
+      scale_row(s, r, rescale);
+      scale_row(o, r, rescale);
+    }
+  }
+
+  // Whether any row of the warp has given up, or has met a NaN.
+  DEVICE bool gave_up() const {
+    bool lost = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) lost |= l[r] != l[r];
+    return ptx::vote_any(lost);
+  }
+
+  DEVICE void add(const Real (&sum)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) l[r] += sum[r];
+  }
+
   // Divides the output by l; returns lse, natural log. A row that saw no key gives 0 and -inf.
   template <class Output>
   DEVICE void finish(Output& o, const Params& p, const Tile& tile, Real (&lse)[kRows]) {
@@ -95,16 +170,15 @@ template <int kRows> struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       const RowEnd end = end_row(m[r], row_sum<Output::kRowLanes>(l[r]), scale, sink);
       lse[r] = end.lse;
-#pragma unroll
-      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= end.factor;
+      scale_row(o, r, end.factor);
     }
   }
 
  private:
   // Moves m up to the largest score so far. The output so far is multiplied by
   // diag(exp(m_prev - m_new)), not by its inverse.
-  template <class Scores, class Output>
-  DEVICE void follow(const Real (&top)[kRows], Scores& s, Output& o) {
+  template <class Scores, class Follow>
+  DEVICE void move_up(const Real (&top)[kRows], Scores& s, Follow follow) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const Real previous = m[r];
@@ -120,8 +194,7 @@ template <int kRows> struct OnlineSoftmax {
       }
       const Real rescale = exp2_of(from - base);
       l[r] *= rescale;
-#pragma unroll
-      for (int c = 0; c < Output::kCols; ++c) o.at(r, c) *= rescale;
+      follow(r, rescale);
     }
   }
 };

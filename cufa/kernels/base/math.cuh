@@ -4,6 +4,7 @@
 #include "ptx/math.cuh"
 
 DEVICE Real infinity() { return Real(ptx::mov_f32(0x7f800000)); }
+DEVICE Real nan() { return Real(ptx::mov_f32(0x7fffffff)); }
 
 constexpr f64 kLog2e = 1.4426950408889634;
 constexpr f64 kLn2 = 0.6931471805599453;
@@ -37,6 +38,8 @@ DEVICE f32 exp2_with_denormals(f32 x) { return exp2f(x); }
 DEVICE f64 exp2_with_denormals(f64 x) { return exp2(x); }
 DEVICE f32 log2_of(f32 x) { return log2f(x); }
 DEVICE f64 log2_of(f64 x) { return log2(x); }
+// The exponent of a normal number that is positive.
+DEVICE f32 exponent_of(f32 x) { return f32(int(ptx::mov_b32(x) >> 23) - 127); }
 DEVICE f32 abs_of(f32 x) { return fabsf(x); }
 DEVICE f64 abs_of(f64 x) { return fabs(x); }
 

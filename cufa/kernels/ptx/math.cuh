@@ -11,6 +11,12 @@ DEVICE f32 ex2_approx(f32 x) {
   return y;
 }
 
+DEVICE f32 rcp_approx(f32 x) {
+  f32 y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 DEVICE f32 mul_rn(f32 a, f32 b) {
   f32 y;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

@@ -1,4 +1,4 @@
-// Who am I (%tid, %ctaid), and where is dynamic shared memory.
+// Who am I (%tid, %ctaid, %nctaid), and where is dynamic shared memory.
 #pragma once
 #include "base/types.cuh"
 
@@ -6,6 +6,7 @@ namespace ptx {
 
 DEVICE int tid_x() { return threadIdx.x; }
 DEVICE u32 ctaid_x() { return blockIdx.x; }
+DEVICE u32 nctaid_x() { return gridDim.x; }
 DEVICE int ctaid_y() { return blockIdx.y; }
 DEVICE int ctaid_z() { return blockIdx.z; }
 

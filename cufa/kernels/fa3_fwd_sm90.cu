@@ -1,0 +1,285 @@
+// FlashAttention-3 forward on TMA and wgmma, 16 bits; sm_90 alone.
+// Source: Shah et al., arXiv:2407.08608, Algorithms 1 and 2; Dao, arXiv:2307.08691, Algorithm 1.
+//
+//   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   tensor maps; Tk > 0
+//   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
+//   grid  at most one block for each multiprocessor: blocks stay, and take tile after tile
+//   block warpgroups that compute, of 64 rows each; then one that loads
+//   smem  kQBuffers tiles of Q, kStages each of K and V, mbarriers
+#include "attn/epilogue_mma.cuh"
+#include "attn/key_range.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/softmax.cuh"
+#include "attn/tile_path.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/fence.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "tile/warpgroup_matmul.cuh"
+
+constexpr int kSlab = 64;  // columns; a tile has whole ones
+using TileQ = SwizzledTile<kBlockM, ceil_div(kHeadDim, kSlab) * kSlab>;
+using TileK = SwizzledTile<kBlockN, ceil_div(kHeadDim, kSlab) * kSlab>;
+using TileV = SwizzledTile<kBlockN, ceil_div(kHeadDimV, kSlab) * kSlab>;
+using Scores = MmaFragment<1, kBlockN / 8>;
+using Weights = OperandFragment<1, kBlockN / 16>;
+using Output = MmaFragment<1, kHeadDimV / 8>;
+
+constexpr int kConsumers = kThreads / 128 - 1;
+constexpr int kControlBytes = 512;
+constexpr int kKeyBytes = kStages * (TileK::kBytes + TileV::kBytes);
+// With two, the first product of a tile runs beside the last of the tile before.
+constexpr int kQBuffers = (kSmemBytes - kControlBytes - kKeyBytes) / TileQ::kBytes;
+
+static_assert(kBlockM == 64 * kConsumers, "a warpgroup has 64 rows");
+static_assert(kQBuffers == 1 || kQBuffers == 2);
+static_assert(kSmemBytes == kQBuffers * TileQ::kBytes + kKeyBytes + kControlBytes,
+              "gpu/config.py");
+static_assert(kAligned && sizeof(Elem) == 2);
+
+// Registers of a thread. They move from the warpgroup that loads to those that compute: 65536 in
+// all, of which a block of two or three of those is given 168 or 128 a thread to begin with.
+constexpr int kProducerRegs = kConsumers == 3 ? 32 : 24;
+constexpr int kConsumerRegs = kConsumers == 3 ? 160 : 240;
+
+// Whether most blocks may be weighed by an old maximum. A mask or a bias may hide all keys of a row
+// up to there, and then it has none.
+constexpr bool kBlind = !kMask && kBias == kNone;
+
+struct Pipelines {
+  TilePipeline<TileQ, kQBuffers> q;
+  TilePipeline<TileK, kStages> k;
+  TilePipeline<TileV, kStages> v;
+  TilePath<4 * kConsumers> path;
+
+  static constexpr int kQ = 0;
+  static constexpr int kK = kQ + kQBuffers * TileQ::kBytes;
+  static constexpr int kV = kK + kStages * TileK::kBytes;
+  static constexpr int kControl = kV + kStages * TileV::kBytes;
+  static constexpr int kControlK = kControl + decltype(q)::kBytes;
+  static constexpr int kControlV = kControlK + decltype(k)::kBytes;
+  static constexpr int kControlPath = kControlV + decltype(v)::kBytes;
+  static_assert(kControlPath + decltype(path)::kBytes <= kSmemBytes);
+
+  DEVICE explicit Pipelines(u8* memory, u32 smem)
+      : q(smem + kQ, smem + kControl),
+        k(smem + kK, smem + kControlK),
+        v(smem + kV, smem + kControlV),
+        path(memory + kControlPath, smem + kControlPath) {}
+
+  DEVICE void init() const {
+    q.init(4 * kConsumers);
+    k.init(4 * kConsumers);
+    v.init(4 * kConsumers);
+    path.init();
+  }
+};
+
+// The key blocks of a tile: one at least, so that a tile that sees no key goes the way of all.
+DEVICE KeyRange key_blocks(const Params& p, const Tile& tile) {
+  KeyRange keys = visible_keys(p, tile);
+  keys.last = max_of(keys.last, keys.first + 1);
+  return keys;
+}
+
+// One thread loads, in the order in which consumers want it: K a block ahead of V, and with two
+// buffers for Q also across the end of a tile.
+DEVICE void produce(const Params& p, Pipelines pipes) {
+  int owed_block = -1;  // of V, whose K has been loaded
+  int owed_head = 0, owed_batch = 0;
+  const auto load_owed = [&] {
+    if (owed_block >= 0) pipes.v.load(p.v_map, owed_block * kBlockN, owed_head, owed_batch);
+    owed_block = -1;
+  };
+  pipes.path.produce(p, [&](u32 number) {
+    const Tile tile = Tile::in_turn(p, number);
+    const KeyRange keys = key_blocks(p, tile);
+    for (int n = keys.last - 1; n >= keys.first; --n) {
+      pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);
+      if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
+      load_owed();
+      owed_block = n, owed_head = tile.kv_head, owed_batch = tile.batch;
+    }
+    if constexpr (kQBuffers == 1) load_owed();
+  });
+}
+
+// A warpgroup's 64 rows of tile after tile.
+struct Consumer {
+  const Params& p;
+  Pipelines pipes;
+  const int warpgroup;
+  Output o;
+  Weights weights;  // P of the latest block, whose product with V is still to come
+  OnlineSoftmax<2> softmax;
+
+  DEVICE Consumer(const Params& params, Pipelines pipelines, int warpgroup)
+      : p(params), pipes(pipelines), warpgroup(warpgroup), softmax(params) {}
+
+  DEVICE void run() {
+    Job job = pipes.path.next();
+    while (!job.is_end()) {
+      if (!job.is_tile()) {
+        pipes.path.give_back(false);
+        job = pipes.path.next();
+        continue;
+      }
+      begin(job);
+      Job next;
+      while (true) {
+        finish_keys(job);
+        next = pipes.path.next();
+        if (kQBuffers == 1 || !next.is_tile()) break;
+        end_and_begin(job, next);
+        job = next;
+      }
+      end(job);
+      job = next;
+    }
+  }
+
+ private:
+  DEVICE void issue_scores(Scores& s) {  // S = Q K^T
+    pipes.k.wait_full();
+    issue_nt<kHeadDim / 16>(s, pipes.q.tile(), 64 * warpgroup, pipes.k.tile());
+  }
+  DEVICE void issue_output() {  // O += P V
+    pipes.v.wait_full();
+    issue_nn(o, weights, pipes.v.tile());
+  }
+  // O, and with it the right to overwrite the weights.
+  DEVICE void wait_for_output() {
+    ptx::wgmma_wait_group<0>();
+    pipes.v.give_back();
+  }
+
+  DEVICE void modify(Scores& s, const Tile& tile, int n, bool partial) const {
+    score_mod(s, p, tile, n * kBlockN);
+    if (partial) apply_mask(s, p, tile, n * kBlockN);
+  }
+
+  // The last block of keys, which is the first that a tile takes.
+  DEVICE void begin(Job job) {
+    Scores s;
+    pipes.q.wait_full();
+    issue_scores(s);
+    ptx::wgmma_wait_group<0>();
+    pipes.k.give_back();
+    weigh_first(s, softmax, job);
+    weights = narrow(s);
+    o.clear();
+  }
+
+  DEVICE void weigh_first(Scores& s, OnlineSoftmax<2>& fresh, Job job) const {
+    const Tile tile = Tile::in_turn(p, job.number());
+    const KeyRange keys = key_blocks(p, tile);
+    modify(s, tile, keys.last - 1, keys.is_partial(keys.last - 1));
+    fresh = OnlineSoftmax<2>(p);
+    fresh.update_apart(s, [](int, Real) {});  // there is no output yet
+  }
+
+  // All other blocks. Those that lie inside every row's bounds come between those that do not.
+  DEVICE void finish_keys(Job job) {
+    const Tile tile = Tile::in_turn(p, job.number());
+    const KeyRange keys = key_blocks(p, tile);
+    int n = keys.last - 2;
+    if constexpr (kBlind) {
+      const int blind_last = job.exactly() ? keys.first : max_of(keys.first, keys.whole_last);
+      for (; n >= blind_last; --n) step(tile, n, keys.is_partial(n));
+      for (; n >= max_of(keys.first, keys.whole_first); --n) blind_step(tile, n);
+    }
+    if constexpr (!kBlind || kLeft)
+      for (; n >= keys.first; --n) step(tile, n, keys.is_partial(n));
+    pipes.q.give_back();
+  }
+
+  // S of block n, and softmax over it while O += P V of the block before is under way.
+  DEVICE void step(const Tile& tile, int n, bool partial) {
+    Scores s;
+    issue_scores(s);
+    issue_output();
+    ptx::wgmma_wait_group<1>();  // S is there
+    modify(s, tile, n, partial);
+    bool moved = false;
+    Real factors[2];
+    softmax.update_apart(s, [&](int r, Real factor) { moved = true, factors[r] = factor; });
+    pipes.k.give_back();
+    wait_for_output();
+    weights = narrow(s);
+    if (moved) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
+    }
+  }
+
+  // The same of a block that no mask touches, without a look for its largest scores.
+  DEVICE void blind_step(const Tile& tile, int n) {
+    Scores s;
+    issue_scores(s);
+    issue_output();
+    ptx::wgmma_wait_group<1>();
+    modify(s, tile, n, false);
+    Real sum[2];
+    const bool small = softmax.update_blind(s, sum);
+    pipes.k.give_back();
+    wait_for_output();
+    if (!small) softmax.correct(s, sum, o);
+    softmax.add(sum);
+    weights = narrow(s);
+  }
+
+  DEVICE void end(Job job) {
+    issue_output();
+    wait_for_output();
+    store(job);
+  }
+
+  // `end`, with the first block of the next tile under it.
+  DEVICE void end_and_begin(Job job, Job next) {
+    Scores s;
+    OnlineSoftmax<2> next_softmax(p);
+    pipes.q.wait_full();
+    issue_scores(s);
+    issue_output();
+    ptx::wgmma_wait_group<1>();
+    pipes.k.give_back();
+    weigh_first(s, next_softmax, next);
+    wait_for_output();
+    weights = narrow(s);
+    store(job);
+    softmax = next_softmax;
+    o.clear();
+  }
+
+  // Not of a warp that has given up, before the second time; then not of the others.
+  DEVICE void store(Job job) {
+    const bool give_up = kBlind && !job.exactly() && softmax.gave_up();
+    if (!give_up && (!job.exactly() || pipes.path.gave_up())) {
+      const Tile tile = Tile::in_turn(p, job.number());
+      Real lse[2];
+      softmax.finish(o, p, tile, lse);
+      store_output(o, p, tile);
+      store_lse(o, lse, p, tile);
+    }
+    pipes.path.give_back(give_up);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+fa3_fwd_sm90(const __grid_constant__ Params p) {
+  const Pipelines pipes(ptx::dynamic_smem(), ptx::smem_address(ptx::dynamic_smem()));
+  if (ptx::tid_x() == 0) {
+    pipes.init();
+    ptx::fence_mbarrier_init();
+  }
+  ptx::bar_sync();  // all see the barriers
+  // One number for the warp, and so all that comes of it.
+  const int warpgroup = ptx::shfl_idx(ptx::tid_x() / 128, 0);
+  if (warpgroup == kConsumers) {
+    ptx::setmaxnreg_dec<kProducerRegs>();
+    if (warp() == 4 * kConsumers && ptx::elect_sync()) produce(p, pipes);
+  } else {
+    ptx::setmaxnreg_inc<kConsumerRegs>();
+    Consumer(p, pipes, warpgroup).run();
+  }
+}
