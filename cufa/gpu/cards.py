@@ -13,7 +13,7 @@ from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
 from cufa.gpu import build, cublas, launch
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.params import Buffers
+from cufa.gpu.params import POINTERS, Buffers
 from cufa.gpu.plan import KernelKey, Step
 from cufa.problem import Signature, make_problem
 
@@ -36,11 +36,11 @@ class _Cards:
         return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
 
     def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
-        q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace = buffers
+        q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace, tickets = buffers
         params: Any = step.params.copy()
         _pack_pointers(
             params,
-            0,
+            POINTERS,
             q.data.ptr,
             k.data.ptr,
             v.data.ptr,
@@ -51,6 +51,7 @@ class _Cards:
             0 if alibi_slopes is None else alibi_slopes.data.ptr,
             0 if sink is None else sink.data.ptr,
             0 if workspace is None else workspace.data.ptr,
+            0 if tickets is None else tickets.data.ptr,
         )
         kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
 

@@ -103,7 +103,7 @@ def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
         out = machine.empty(problem.out_shape, q.dtype)
     lse = machine.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
     workspace = machine.empty((ready.workspace,), problem.accumulator) if ready.workspace else None
-    buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace)
+    buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace, None)
     for kernel, step in ready.launches:
         machine.launch(kernel, step, buffers)
     return out if lse is None else (out, lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from cufa.options import ITEMSIZE
 from cufa.problem import Problem
 
 _MAX_GRID = (1 << 31) - 1
+#: What keys and values may take of L2.
+_L2_BYTES = 32 << 20
 #: What to load a key block costs, in query tiles that are computed meanwhile.
 _LOAD_TILES = 2
 #: base/config.cuh, enum DType.
@@ -158,9 +161,20 @@ def make_plan(problem: Problem, device: Device) -> Plan:
             f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
     rows_per_block = -(-tiles // blocks) * key.config.block_m
-    params = make_params(problem, blocks, rows_per_block)
+    params = make_params(problem, blocks, rows_per_block, section(problem))
     workspace = heads * tiles * key.state_bytes // ITEMSIZE[problem.accumulator]
     return Plan((Step(key, grid, params, key.config.threads, key.smem_bytes),), workspace)
+
+
+def section(problem: Problem) -> int:
+    """How many query heads, of those of all batches, are worked on together: so many that their
+    keys and values fit L2, a divisor of all, and whole groups that share a key/value head."""
+    bytes_per_key = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    fitting = _L2_BYTES // max(1, problem.seqlen_k * bytes_per_key)
+    kv_heads = problem.batch * problem.kv_heads
+    divisors = (d for d in range(1, math.isqrt(kv_heads) + 1) if kv_heads % d == 0)
+    both = (n for d in divisors for n in (d, kv_heads // d))
+    return problem.group * max((n for n in both if n <= fitting), default=1)
 
 
 def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:

@@ -1,6 +1,7 @@
 // The one argument of every kernel. Mirrored in gpu/params.py; strides count elements.
 #pragma once
 #include "base/config.cuh"
+#include "ptx/tma.cuh"
 
 struct Strides {
   i64 batch, head, row;
@@ -22,10 +23,13 @@ struct Divisor {
 };
 
 struct Params {
+  ptx::TensorMap q_map, k_map, v_map;  // of kernels that load them by TMA
+
   const void *q, *k, *v;
   void *o, *lse;
   const void *mask, *bias, *alibi_slopes, *sink;
   void* workspace;
+  u32* tickets;  // one, 0 before and after a launch
 
   Strides q_stride, k_stride, v_stride, o_stride;
   ScoreStrides mask_stride, bias_stride;
@@ -39,5 +43,10 @@ struct Params {
   i32 head_dim, head_dim_v;
   i32 rows_per_block;         // a multiple of kBlockM, where blocks have ranges of tiles
   i32 diagonal, left, right;  // row i sees keys i + diagonal - left .. i + diagonal + right
+
+  // The order of work where blocks take tiles as they come: section by section, so many heads of
+  // batch * heads that their keys and values fit L2 together.
+  Divisor section, section_tiles;  // heads of a section, and their tiles
+  i32 tile_count;                  // tiles of all heads
 };
 static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");
