@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cufa.gpu import build
-from cufa.gpu.params import MAP_ALIGNMENT, PARAMS, POINTERS, Buffers, divisor
+from cufa.gpu.params import PARAMS, POINTERS, Buffers, divisor
 from cufa.gpu.plan import section
+from cufa.gpu.tensor_map import MAP_ALIGNMENT
 from cufa.gpu.warmup import _call, _Features
 from cufa.problem import Problem, make_problem
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cufa.gpu.tensor_map import MAP_ALIGNMENT, MAP_BYTES
 from cufa.problem import Operand, Problem
 
 
@@ -26,14 +27,12 @@ class Buffers(NamedTuple):
     tickets: Any
 
 
-#: A tensor map takes so many bytes, and starts at a multiple of so many.
-MAP_BYTES, MAP_ALIGNMENT = 128, 64
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
 _DIVISOR = np.dtype([("value", "i4"), ("multiplier", "u4"), ("shift", "i4")])
 _SCORE_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row", "key")])
 
 _FIELDS = (
-    [(f"{name}_map", "u1", MAP_BYTES) for name in ("q", "k", "v")]
+    [(f"{name}_map", f"V{MAP_BYTES}") for name in ("q", "k", "v")]
     + [(name, "u8") for name in Buffers._fields]
     + [(f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "o")]
     + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
