@@ -26,7 +26,7 @@ LAYERS = (
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu"),
     ("interop",),
     ("attention", "numerics"),
-    ("flash_attn",),
+    ("flash_attn", "explanation"),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
     ("tools.peers", "tools.rigs", "tools.picture", "tools.shapes"),

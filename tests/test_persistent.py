@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paper_gpu import PaperGpu
+from paper_machine import PaperMachine
 
 from cufa import gpu as package
 from cufa.arrays import Arrays, sign
 from cufa.gpu import launch, plan, registry
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS, Buffers
-from cufa.gpu.plan import KernelKey, Step, make_plan
+from cufa.gpu.plan import make_plan
 from cufa.gpu.tensor_map import MAP_BYTES, TensorMap
 from cufa.gpu.warmup import _call, _Features
 from cufa.problem import Problem, Signature, make_problem
@@ -67,33 +68,6 @@ def test_boxes_are_as_high_as_the_tiles():
     assert k.box[1] == v.box[1] == step.key.config.block_n
 
 
-class PaperMachine:
-    """Notes what it is to launch; its arrays are NumPy's."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Step, Buffers]] = []
-        self.counters: list[Any] = []
-
-    def device(self, ordinal: int) -> Device:
-        return H200
-
-    def kernel(self, key: KernelKey, ordinal: int) -> Any:
-        return key
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return np.empty(shape, dtype)
-
-    def contiguous(self, a: Any, dtype: str | None) -> Any:
-        return np.ascontiguousarray(a, dtype)
-
-    def tickets(self) -> Any:
-        self.counters.append(np.zeros(1, np.uint32))
-        return self.counters[-1]
-
-    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
-        self.launched.append((step, buffers))
-
-
 def call(*shape: int) -> tuple[Signature, Arrays]:
     q = np.zeros(shape, np.float16)
     arrays = Arrays(q, q, q)
@@ -101,7 +75,7 @@ def call(*shape: int) -> tuple[Signature, Arrays]:
 
 
 def test_each_launch_asks_the_machine_for_a_counter():
-    machine = PaperMachine()
+    machine = PaperMachine(H200)
     for _ in range(2):
         launch.run(machine, *call(3, 100, 64))
     assert [buffers.tickets for _, buffers in machine.launched] == machine.counters
@@ -112,7 +86,7 @@ def test_each_launch_asks_the_machine_for_a_counter():
 def test_other_kernels_have_neither_counter_nor_maps(monkeypatch: pytest.MonkeyPatch):
     plain = replace(SPEC, tma=False, persistent=False)
     monkeypatch.setattr(registry, "KERNELS", (plain,))
-    machine = PaperMachine()
+    machine = PaperMachine(H200)
     launch.run(machine, *call(3, 100, 64))
     step, buffers = machine.launched[0]
     assert not step.tickets

@@ -69,7 +69,7 @@ def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
     # `tuned` is here as a part of the key: what rows another file had must not be found again.
     problem = make_problem(call)
     plan = make_plan(problem, machine.device(call.q.device))
-    conversions = _conversions(problem)
+    conversions = conversions_of(problem)
     if conversions:
         return _Ready(problem, (), 0, False, conversions)
     launches = tuple((machine.kernel(step.key, call.q.device), step) for step in plan.steps)
@@ -77,7 +77,7 @@ def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
     return _Ready(problem, launches, plan.workspace, tickets, conversions)
 
 
-def _conversions(problem: Problem) -> dict[str, str | None]:
+def conversions_of(problem: Problem) -> dict[str, str | None]:
     """Rows must be contiguous; slopes and sinks come in the accumulator's type."""
     wanted: dict[str, str | None] = {
         name: None
