@@ -29,10 +29,12 @@ __all__ = [
     "CufaError",
     "DTypeError",
     "DeviceError",
+    "Explanation",
     "OutOfMemoryError",
     "ShapeError",
     "UnsupportedError",
     "attention",
+    "explain",
     "flash_attn_func",
     "get_best_config",
     "load_tuning",
@@ -40,9 +42,11 @@ __all__ = [
     "warmup",
 ]
 
-#: Public names that live behind the GPU folder: imported when first asked for, so that
+#: Public names that live in the GPU folder or import it: imported when first asked for, so that
 #: `import cufa` is quick.
 _LAZY = {
+    "Explanation": "cufa.explanation",
+    "explain": "cufa.explanation",
     "get_best_config": "cufa.gpu.config",
     "load_tuning": "cufa.gpu.tuning",
     "warmup": "cufa.gpu.warmup",

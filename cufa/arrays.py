@@ -146,12 +146,12 @@ def check_overlap(arrays: Arrays) -> None:
 
 def _span(a: Any) -> tuple[int, int]:
     """First address of an array and the one after its last."""
-    address = _address(a)
+    address = address_of(a)
     below, above = _reach(a.shape, a.strides, a.dtype.itemsize)
     return address - below, address + above
 
 
-def _address(a: Any) -> int:
+def address_of(a: Any) -> int:
     """Of the first element."""
     return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
 
@@ -191,8 +191,8 @@ def _as_addresses(a: Any) -> np.ndarray[Any, Any]:
 def are_aligned(arrays: Arrays) -> bool:
     """Whether q, k, v and out start at multiples of 16 bytes."""
     q, k, v, *_, out = arrays
-    pointers = _address(q) | _address(k) | _address(v) | (0 if out is None else _address(out))
-    return pointers % 16 == 0
+    of_out = 0 if out is None else address_of(out)
+    return (address_of(q) | address_of(k) | address_of(v) | of_out) % 16 == 0
 
 
 def sign(

@@ -1,4 +1,5 @@
-"""A GPU on paper: as much of CuPy as `cufa.gpu.exchange` uses, which notes who waits for whom.
+"""A GPU on paper: as much of CuPy as `cufa.gpu.exchange` and the launches of `cufa.gpu.cards` use,
+which notes who waits for whom.
 
 Its arrays are NumPy's, in host memory; its streams are numbers and do nothing.
 """
@@ -38,7 +39,11 @@ class _Memory(np.ndarray):
 
     @property
     def data(self) -> Any:
-        return SimpleNamespace(ptr=self.ctypes.data, device_id=0)
+        return SimpleNamespace(
+            ptr=self.ctypes.data,
+            device_id=0,
+            memset_async=lambda value, size: self.view(np.uint8)[:size].fill(value),
+        )
 
     def __dlpack_device__(self) -> Any:
         return 2, 0  # kDLCUDA
@@ -55,6 +60,7 @@ class PaperGpu:
         self.waits: list[tuple[int, int]] = []
         self.current = DEFAULT
         self.capturing = False
+        self.device = 0
         #: Set when all kernels have ended.
         self.idle = threading.Event()
         self.Array = type("ndarray", (_Memory,), {"gpu": self})
@@ -112,6 +118,11 @@ class PaperGpu:
             def synchronize(self) -> None:
                 gpu.idle.wait()
 
+        class Memory:
+            def __init__(self, size: int) -> None:
+                self.owner = np.full(size, 255, np.uint8)
+                self.ptr = self.owner.ctypes.data
+
         class UnownedMemory:
             def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
                 self.ptr, self.owner = ptr, owner
@@ -122,8 +133,8 @@ class PaperGpu:
             def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
                 self.owner, self.__array_interface__ = owner, {**interface, "version": 3}
 
-        def ndarray(shape: Any, dtype: Any, memptr: Any, strides: Any) -> Any:
-            facts = {"shape": shape, "strides": strides, "typestr": dtype.str}
+        def ndarray(shape: Any, dtype: Any, memptr: Any, strides: Any = None) -> Any:
+            facts = {"shape": shape, "strides": strides, "typestr": np.dtype(dtype).str}
             at = ArrayAt(memptr.mem.owner, {**facts, "data": (memptr.mem.ptr, False)})
             return np.asarray(at).view(gpu.Array)
 
@@ -137,11 +148,14 @@ class PaperGpu:
             eventRecord=gpu._recorded.__setitem__,
             streamWaitEvent=lambda then, event: gpu.wait(gpu._recorded[event], then),
             streamIsCapturing=lambda stream: gpu.capturing,
+            getDevice=lambda: gpu.device,
         )
         module: Any = ModuleType("cupy")
         module.ndarray, module.asarray = ndarray, asarray
+        module.zeros = lambda shape, dtype: gpu.array(np.zeros(shape, dtype))
         module.from_dlpack = lambda a: gpu.imported(a, gpu.current)
         cuda = module.cuda = ModuleType("cupy.cuda")
+        cuda.Device, cuda.Memory = _Device, Memory
         cuda.Event, cuda.UnownedMemory, cuda.runtime = Event, UnownedMemory, runtime
         cuda.MemoryPointer = lambda mem, offset: SimpleNamespace(mem=mem)
         cuda.get_current_stream = lambda: SimpleNamespace(

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from emulator.card import Launch, Runner, on_every_machine
 from emulator.run import Access
-from emulator.tensor_map import TensorMap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
+from cufa.gpu.tensor_map import TensorMap
 
 seeds = st.integers(0, 2**32 - 1)
 a_tenth = settings(max_examples=max(1, settings().max_examples // 10))

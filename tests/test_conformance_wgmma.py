@@ -199,7 +199,7 @@ def test_linear_attention_on_a_card(problem: Problem) -> None:
 
     a = problem.arrays()
     held = {name: cupy.asarray(x) for name, x in a.items()}
-    maps = {n: linear_attention.tensor_map(a[n]).encoded(held[n].data.ptr) for n in "qkvo"}
+    maps = {n: linear_attention.map_of(a[n]).encoded(held[n].data.ptr) for n in "qkvo"}
     params = problem.params(maps, held["sums"].data.ptr)
     start(
         load(linear_attention.KERNEL),

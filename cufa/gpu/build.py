@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from cufa.errors import BuildError
 from cufa.gpu import cache
 from cufa.gpu.plan import KernelKey
+from cufa.gpu.registry import target
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 _INCLUDE = re.compile(r'\s*#include "(.+)"')
@@ -107,16 +108,11 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     status, *_, known = nvrtc.nvrtcGetSupportedArchs()
     if status:
         raise BuildError(f"NVRTC cannot be asked for its architectures: {status}")
-    if key.arch < min(known):
-        raise BuildError(
-            f"{key.kernel} for sm_{key.arch}: the installed NVRTC knows sm_{min(known)} and later; "
-            "install an older one"
-        )
-    arch = max(a for a in known if a <= key.arch)
+    arch = _known_arch(key, known)
     options = core.ProgramOptions(
         name=f"{key.kernel}.cu",
         std="c++17",
-        arch=f"sm_{arch}",
+        arch=target(key.kernel, arch),
         define_macro=[f"CUFA_{name}={value}" for name, value in key.defines().items()],
         lineinfo=_debugging(),
         ptxas_options=["-v"] if verbose or _debugging() else None,
@@ -143,6 +139,23 @@ def compile_key(key: KernelKey, *, verbose: bool = False) -> tuple[bytes, str]:
     if _debugging():
         print(f"cufa: compiled {key}\n{log.getvalue()}", file=sys.stderr)
     return bytes(code), log.getvalue().replace("\0", "")
+
+
+def _known_arch(key: KernelKey, known: Sequence[int]) -> int:
+    """The newest architecture, of those that the compiler knows, whose code a key's card runs."""
+    wanted = target(key.kernel, key.arch)
+    if key.arch < min(known):
+        raise BuildError(
+            f"{key.kernel} for {wanted}: the installed NVRTC knows sm_{min(known)} and later; "
+            "install an older one"
+        )
+    arch = max(a for a in known if a <= key.arch)
+    if arch != key.arch and wanted.endswith("a"):
+        raise BuildError(
+            f"{key.kernel} for {wanted}: the installed NVRTC knows up to sm_{arch}; install a "
+            "newer one"
+        )
+    return arch
 
 
 class _Toolchain(NamedTuple):
@@ -188,7 +201,7 @@ def _cache_key(key: KernelKey) -> str:
     facts = (
         source(key.kernel),
         sorted(key.defines().items()),
-        key.arch,
+        target(key.kernel, key.arch),
         _debugging(),
         compiler_version(),
     )

@@ -3,21 +3,73 @@
 from __future__ import annotations
 
 import struct
+import threading
+from collections import defaultdict
+from functools import lru_cache
 from typing import Any
 
 import cupy
 from cupy.cuda import Device as CudaDevice
-from cupy.cuda import runtime
+from cupy.cuda import Memory, MemoryPointer, get_current_stream, runtime
 
 from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
 from cufa.gpu import build, cublas, launch
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.params import Buffers
+from cufa.gpu.params import POINTERS, Buffers
 from cufa.gpu.plan import KernelKey, Step
+from cufa.gpu.tensor_map import MAP_BYTES
 from cufa.problem import Signature, make_problem
 
 _pack_pointers = struct.Struct(f"={len(Buffers._fields)}Q").pack_into
+_pack_maps = struct.Struct(f"{MAP_BYTES}s" * 3).pack_into
+#: Streams that cannot be captured: handles of CUDA's legacy default stream.
+_LEGACY = (0, 1)
+
+
+class _Counters(threading.local):
+    """Ticket counters of this thread, by device and stream.
+
+    What is in one stream runs in order, so kernels there may share a counter. A thread that ends
+    gives its counters back to CuPy's pool, which knows their streams.
+    """
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], Any] = {}
+
+
+_counters = _Counters()
+_PAGE = 128
+#: Pages of counters for kernels in CUDA graphs, kept for good: a graph may be launched at any time.
+_pages: list[Any] = []
+#: Those that no graph has yet, by device.
+_spare: defaultdict[int, list[Any]] = defaultdict(list)
+
+
+def _new_page(device: int) -> None:
+    """A graph may run in any stream, so its counter lies where no other stream's work has been:
+    outside CuPy's pool."""
+    page = cupy.ndarray((_PAGE,), "uint32", MemoryPointer(Memory(4 * _PAGE), 0))
+    _pages.append(page)
+    _spare[device] += [page[n : n + 1] for n in range(_PAGE)]
+
+
+def _counter_of_graph(device: int) -> Any:
+    """For one launch that is being captured; the graph sets it to 0 whenever it runs."""
+    if not _spare[device]:
+        _new_page(device)
+    counter = _spare[device].pop()
+    counter.data.memset_async(0, counter.nbytes)
+    return counter
+
+
+@lru_cache(maxsize=1024)
+def _with_maps(step: Step, *addresses: int) -> Any:
+    """The parameters of a step, maps of q, k and v at these addresses filled in."""
+    params: Any = step.params.copy()
+    maps = zip(step.maps, addresses, strict=True)
+    _pack_maps(params, 0, *(tensor_map.encoded(address) for tensor_map, address in maps))
+    return params
 
 
 class _Cards:
@@ -35,15 +87,28 @@ class _Cards:
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
 
+    def tickets(self) -> Any:
+        device, stream = runtime.getDevice(), get_current_stream().ptr
+        if stream not in _LEGACY and runtime.streamIsCapturing(stream):
+            return _counter_of_graph(device)
+        found = _counters.by_stream.get((device, stream))
+        if found is None:
+            found = _counters.by_stream[device, stream] = cupy.zeros(1, "uint32")
+            if not _spare[device]:
+                _new_page(device)  # now, since memory can hardly be had during a capture
+        return found
+
     def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
-        q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace = buffers
-        params: Any = step.params.copy()
+        q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace, tickets = buffers
+        q_ptr, k_ptr, v_ptr = q.data.ptr, k.data.ptr, v.data.ptr
+        filled = _with_maps(step, q_ptr, k_ptr, v_ptr) if step.maps else step.params
+        params: Any = filled.copy()
         _pack_pointers(
             params,
-            0,
-            q.data.ptr,
-            k.data.ptr,
-            v.data.ptr,
+            POINTERS,
+            q_ptr,
+            k_ptr,
+            v_ptr,
             o.data.ptr,
             0 if lse is None else lse.data.ptr,
             0 if mask is None else mask.data.ptr,
@@ -51,6 +116,7 @@ class _Cards:
             0 if alibi_slopes is None else alibi_slopes.data.ptr,
             0 if sink is None else sink.data.ptr,
             0 if workspace is None else workspace.data.ptr,
+            0 if tickets is None else tickets.data.ptr,
         )
         kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
 

@@ -33,6 +33,10 @@ class Machine(Protocol):
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         """`a`, or a copy of it, contiguous and of a dtype (None: its own)."""
 
+    def tickets(self) -> Any:
+        """An array of one uint32 that no other kernel uses meanwhile: 0 before a launch, and the
+        kernel leaves it so."""
+
     def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
         """Start a kernel."""
 
@@ -44,6 +48,7 @@ class _Ready(NamedTuple):
     launches: tuple[tuple[Any, Step], ...]
     #: Elements of the accumulator's type.
     workspace: int
+    tickets: bool
     #: Arguments to be copied first, contiguous, with the dtype they are to have (None: their own).
     conversions: dict[str, str | None]
 
@@ -64,14 +69,15 @@ def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
     # `tuned` is here as a part of the key: what rows another file had must not be found again.
     problem = make_problem(call)
     plan = make_plan(problem, machine.device(call.q.device))
-    conversions = _conversions(problem)
+    conversions = conversions_of(problem)
     if conversions:
-        return _Ready(problem, (), 0, conversions)
+        return _Ready(problem, (), 0, False, conversions)
     launches = tuple((machine.kernel(step.key, call.q.device), step) for step in plan.steps)
-    return _Ready(problem, launches, plan.workspace, conversions)
+    tickets = any(step.tickets for step in plan.steps)
+    return _Ready(problem, launches, plan.workspace, tickets, conversions)
 
 
-def _conversions(problem: Problem) -> dict[str, str | None]:
+def conversions_of(problem: Problem) -> dict[str, str | None]:
     """Rows must be contiguous; slopes and sinks come in the accumulator's type."""
     wanted: dict[str, str | None] = {
         name: None
@@ -103,7 +109,8 @@ def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
         out = machine.empty(problem.out_shape, q.dtype)
     lse = machine.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
     workspace = machine.empty((ready.workspace,), problem.accumulator) if ready.workspace else None
-    buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace)
+    tickets = machine.tickets() if ready.tickets else None
+    buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace, tickets)
     for kernel, step in ready.launches:
         machine.launch(kernel, step, buffers)
     return out if lse is None else (out, lse)

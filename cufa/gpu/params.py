@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cufa.gpu.tensor_map import MAP_ALIGNMENT, MAP_BYTES
 from cufa.problem import Operand, Problem
 
 
 class Buffers(NamedTuple):
-    """The arrays of a launch. Their pointers stand in this order at the front of the struct, so
-    that one `pack_into` writes them; None becomes 0."""
+    """The arrays of a launch. Their pointers stand in this order in the struct, one after another,
+    so that one `pack_into` writes them; None becomes 0."""
 
     q: Any
     k: Any
@@ -23,32 +24,42 @@ class Buffers(NamedTuple):
     alibi_slopes: Any
     sink: Any
     workspace: Any
+    tickets: Any
 
 
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
 _DIVISOR = np.dtype([("value", "i4"), ("multiplier", "u4"), ("shift", "i4")])
 _SCORE_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row", "key")])
 
-PARAMS = np.dtype(
-    [(name, "u8") for name in Buffers._fields]
+_FIELDS = (
+    [(f"{name}_map", f"V{MAP_BYTES}") for name in ("q", "k", "v")]
+    + [(name, "u8") for name in Buffers._fields]
     + [(f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "o")]
     + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
     + [(name, "i8") for name in ("alibi_stride_batch", "alibi_stride_head", "sink_stride_head")]
     + [(name, "f8") for name in ("scale", "softcap", "scale_over_softcap")]
     + [(name, _DIVISOR) for name in ("heads", "group", "tiles")]
     + [(name, "i4") for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
-    + [(name, "i4") for name in ("rows_per_block", "diagonal", "left", "right")],
-    align=True,
+    + [(name, "i4") for name in ("rows_per_block", "diagonal", "left", "right")]
+    + [(name, _DIVISOR) for name in ("section", "section_tiles")]
+    + [("tile_count", "i4")]
 )
+_PADDING = -np.dtype(_FIELDS, align=True).itemsize % MAP_ALIGNMENT
+PARAMS = np.dtype([*_FIELDS, ("padding", "u1", _PADDING)], align=True)
+#: Where the pointers begin, after three maps.
+POINTERS = 3 * MAP_BYTES
 #: The same bytes as one opaque item: a structured array is copied field by field, by NumPy and by
 #: CuPy, which takes longer than all the rest of a call.
 _OPAQUE = np.dtype((np.void, PARAMS.itemsize))
 
 
-def make_params(problem: Problem, blocks: int, rows_per_block: int) -> np.ndarray[Any, Any]:
-    """The parameters of one launch, one opaque item, shape (1,), every pointer 0.
+def make_params(
+    problem: Problem, tiles: int, rows_per_block: int, section: int
+) -> np.ndarray[Any, Any]:
+    """The parameters of one launch, one opaque item, shape (1,), every pointer and map 0.
 
-    `blocks` is the number of thread blocks of one head.
+    `tiles` is the number of query tiles of one head, or of ranges of them, and `section` that of
+    heads whose tiles are worked on together.
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):
@@ -63,12 +74,14 @@ def make_params(problem: Problem, blocks: int, rows_per_block: int) -> np.ndarra
         p["softcap"] = problem.softcap
         p["scale_over_softcap"] = problem.scale / problem.softcap
     p["heads"], p["group"] = divisor(problem.heads), divisor(problem.group)
-    p["tiles"] = divisor(blocks)
+    p["tiles"] = divisor(tiles)
     p["rows_per_block"] = rows_per_block
     for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         p[name] = getattr(problem, name)
     band = problem.band
     p["diagonal"], p["left"], p["right"] = band.diagonal, band.left or 0, band.right or 0
+    p["section"], p["section_tiles"] = divisor(section), divisor(section * tiles)
+    p["tile_count"] = problem.batch * problem.heads * tiles
     return p.view(_OPAQUE)
 
 

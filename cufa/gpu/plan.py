@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +12,14 @@ from cufa.errors import UnsupportedError
 from cufa.gpu.config import Config, Scores, find_config, round_up, smem_bytes, state_bytes
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS, make_params
-from cufa.gpu.registry import select
+from cufa.gpu.registry import KernelSpec, select
+from cufa.gpu.tensor_map import TensorMap
 from cufa.options import ITEMSIZE
 from cufa.problem import Problem
 
 _MAX_GRID = (1 << 31) - 1
+#: What keys and values may take of L2.
+_L2_BYTES = 32 << 20
 #: What to load a key block costs, in query tiles that are computed meanwhile.
 _LOAD_TILES = 2
 #: base/config.cuh, enum DType.
@@ -65,15 +69,19 @@ class KernelKey(NamedTuple):
         return {name.upper(): int(value) for name, value in facts.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
-    """One launch of `grid` blocks. `params`, shape (1,), lacks the pointers only."""
+    """One launch of `grid` blocks. `params`, shape (1,), lacks the pointers and maps only."""
 
     key: KernelKey
     grid: int
     params: np.ndarray[Any, Any]
     threads: int
     smem_bytes: int
+    #: Of q, k and v, or none.
+    maps: tuple[TensorMap, ...] = ()
+    #: Whether blocks take their work by tickets, which they count in an array of one uint32.
+    tickets: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,11 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
     UnsupportedError
         There is none.
     """
-    spec = select(problem, device)
+    return key_for(select(problem, device), problem, device)
+
+
+def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
+    """The same, of a kernel that can serve it."""
     fold_scale = _can_fold_scale(problem)
     config = find_config(
         spec.name,
@@ -147,20 +159,51 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     """
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Plan(())
-    key = make_key(problem, device)
+    spec = select(problem, device)
+    key = key_for(spec, problem, device)
     tiles = -(-problem.seqlen_q // key.config.block_m)
     heads = problem.batch * problem.heads
     blocks = ranges(tiles, heads, key, device) if key.state_bytes else tiles
-    grid = blocks * heads
-    if grid > _MAX_GRID:
+    work = blocks * heads
+    if work > _MAX_GRID:
         raise UnsupportedError(
-            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {grid} "
+            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {work} "
             f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
     rows_per_block = -(-tiles // blocks) * key.config.block_m
-    params = make_params(problem, blocks, rows_per_block)
+    params = make_params(problem, blocks, rows_per_block, section(problem))
     workspace = heads * tiles * key.state_bytes // ITEMSIZE[problem.accumulator]
-    return Plan((Step(key, grid, params, key.config.threads, key.smem_bytes),), workspace)
+    step = Step(
+        key,
+        min(work, slots(key, device)) if spec.persistent else work,
+        params,
+        key.config.threads,
+        key.smem_bytes,
+        _maps(problem, key.config) if spec.tma else (),
+        spec.persistent,
+    )
+    return Plan((step,), workspace)
+
+
+def slots(key: KernelKey, device: Device) -> int:
+    """Blocks that a card has room for at once."""
+    return device.sm_count * key.config.blocks_per_sm
+
+
+def _maps(problem: Problem, config: Config) -> tuple[TensorMap, ...]:
+    rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
+    return tuple(TensorMap.of_rows(getattr(problem, name), n) for name, n in rows.items())
+
+
+def section(problem: Problem) -> int:
+    """How many query heads, of those of all batches, are worked on together: so many that their
+    keys and values fit L2, a divisor of all, and whole groups that share a key/value head."""
+    bytes_per_key = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    fitting = _L2_BYTES // max(1, problem.seqlen_k * bytes_per_key)
+    kv_heads = problem.batch * problem.kv_heads
+    divisors = (d for d in range(1, math.isqrt(kv_heads) + 1) if kv_heads % d == 0)
+    both = (n for d in divisors for n in (d, kv_heads // d))
+    return problem.group * max((n for n in both if n <= fitting), default=1)
 
 
 def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:
@@ -170,12 +213,12 @@ def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:
     keys are bounded on the right, later ranges take longer: then eight times as many, so that
     short ones fill up beside long ones.
     """
-    slots = device.sm_count * key.config.blocks_per_sm
+    room = slots(key, device)
     if key.right:
-        wanted = -(-8 * slots // heads)
+        wanted = -(-8 * room // heads)
         return -(-tiles // -(-tiles // min(tiles, wanted)))
     best = min(
-        range(1, min(tiles, -(-2 * slots // heads)) + 1),
-        key=lambda n: -(-heads * n // slots) * (-(-tiles // n) + _LOAD_TILES),
+        range(1, min(tiles, -(-2 * room // heads)) + 1),
+        key=lambda n: -(-heads * n // room) * (-(-tiles // n) + _LOAD_TILES),
     )
     return -(-tiles // -(-tiles // best))

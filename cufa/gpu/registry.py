@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from cufa.errors import UnsupportedError
 from cufa.gpu.device import Device
-from cufa.options import FLOAT_DTYPES
-from cufa.problem import Problem
+from cufa.gpu.tensor_map import STRIDE_LIMIT
+from cufa.options import FLOAT_DTYPES, ITEMSIZE
+from cufa.problem import Operand, Problem
 
 #: tile/copy_async.cuh: a few rows together stay below 2**31.
 _MAX_ROW_STRIDE = 1 << 24
@@ -19,6 +20,10 @@ class KernelSpec:
 
     `name` is the file's and the function's name; `min_arch` the oldest architecture; `aligned` asks
     for rows of q, k, v and out that start at multiples of 16 bytes, and are not too far apart.
+
+    A kernel of `one_arch` has instructions of that architecture's own, and is compiled for it
+    alone. One with `tma` loads q, k and v by tensor maps. One that is `persistent` fills the card
+    with blocks once, and each takes query tiles as they come, by tickets.
     """
 
     name: str
@@ -27,20 +32,31 @@ class KernelSpec:
     max_head_dim: int
     min_arch: int
     aligned: bool
+    one_arch: bool = False
+    tma: bool = False
+    persistent: bool = False
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         """Why this kernel does not serve a problem; None if it does."""
         if problem.algorithm not in ("auto", self.algorithm):
             return f"is algorithm {self.algorithm!r}"
+        limit = self.limit(problem.dtype, max(problem.head_dim, problem.head_dim_v), device)
+        if limit is not None:
+            return limit
         if self.aligned and not problem.aligned:
             return "needs rows of q, k, v and out that start at multiples of 16 bytes"
-        operands = (problem.q, problem.k, problem.v)
-        if self.aligned and any(abs(a.strides[2]) >= _MAX_ROW_STRIDE for a in operands):
+        operands = {"q": problem.q, "k": problem.k, "v": problem.v}
+        if self.tma:
+            faults = (_fault_for_tma(name, a) for name, a in operands.items())
+            return next((f"loads by TMA, {fault}" for fault in faults if fault), None)
+        if self.aligned and any(abs(a.strides[2]) >= _MAX_ROW_STRIDE for a in operands.values()):
             return f"needs rows of q, k and v less than {_MAX_ROW_STRIDE} elements apart"
-        return self.limit(problem.dtype, max(problem.head_dim, problem.head_dim_v), device)
+        return None
 
     def limit(self, dtype: str, head_dim: int, device: Device) -> str | None:
         """What this dtype, head dim or card exceeds, whatever else is asked; None if nothing."""
+        if self.one_arch and device.arch != self.min_arch:
+            return f"needs sm_{self.min_arch}, whose own instructions it has"
         if device.arch < self.min_arch:
             return f"needs sm_{self.min_arch} or later"
         if dtype not in self.dtypes:
@@ -48,6 +64,20 @@ class KernelSpec:
         if head_dim > self.max_head_dim:
             return f"takes head_dim up to {self.max_head_dim}"
         return None
+
+
+def _fault_for_tma(name: str, a: Operand) -> str | None:
+    """What of an operand no tensor map can describe; None if nothing."""
+    if 0 in a.shape:
+        return f"which takes no array without elements, as {name} is"
+    steps = [s for s, n in zip(a.strides[:3], a.shape[:3], strict=True) if n > 1]
+    if min(steps, default=1) < 0:
+        return f"which takes no negative stride, as {name} has"
+    if 0 in steps:
+        return f"which takes no stride of 0, as {name} has where it repeats along an axis"
+    if max(steps, default=0) * ITEMSIZE[a.dtype] >= STRIDE_LIMIT:
+        return f"which takes strides below 2**40 bytes, and {name} has a longer one"
+    return None
 
 
 # fmt: off
@@ -64,6 +94,12 @@ KERNELS = (
 
 #: The kernels' names, in the same order; a kernel may have several rows.
 KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in KERNELS))
+
+
+def target(kernel: str, arch: int) -> str:
+    """What a kernel is compiled for on an architecture, such as "sm_80" or "sm_90a"."""
+    alone = any(spec.one_arch for spec in KERNELS if spec.name == kernel)
+    return f"sm_{arch}a" if alone else f"sm_{arch}"
 
 
 def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = None) -> KernelSpec:

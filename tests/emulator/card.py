@@ -18,9 +18,10 @@ import pytest
 from numpy.typing import NDArray
 
 from cufa.gpu import build as nvrtc
+from cufa.gpu.tensor_map import MAP_ALIGNMENT, MAP_BYTES, TensorMap
 from emulator import build
 from emulator.run import FIRST_COME, Access, Order, Schedule, run
-from emulator.tensor_map import TensorMap
+from emulator.tensor_map import emulated
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -66,14 +67,14 @@ class Launch:
     defines: Mapping[str, int] = field(default_factory=dict)
 
     def params(
-        self, address: Mapping[str, int], encode: Callable[[TensorMap, int], NDArray[np.uint8]]
+        self, address: Mapping[str, int], encode: Callable[[TensorMap, int], bytes]
     ) -> NDArray[np.void]:
         """The kernel's argument, one opaque item, shape (1,)."""
         pointers = [name for name in self.arrays if name not in self.maps]
-        fields = [(name, "u1", 128) for name in self.maps]
+        fields = [(name, f"V{MAP_BYTES}") for name in self.maps]
         fields += [(name, "u8") for name in pointers] + [(name, "i4") for name in self.numbers]
-        unpadded = np.dtype(fields).itemsize
-        p = np.zeros(1, [*fields, ("padding", "u1", -unpadded % (64 if self.maps else 8))])
+        alignment = MAP_ALIGNMENT if self.maps else 8
+        p = np.zeros(1, [*fields, ("padding", "u1", -np.dtype(fields).itemsize % alignment)])
         for name, tensor_map in self.maps.items():
             p[name] = encode(tensor_map, address[name])
         for name in pointers:
@@ -92,7 +93,7 @@ class Launch:
         address = {name: a.ctypes.data for name, (a, _) in held.items()}
         run(
             build.library(build.Unit.of(self.kernel, self.defines)),
-            self.params(address, TensorMap.emulated),
+            self.params(address, emulated),
             self.grid,
             self.threads,
             self.shared_bytes,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from emulator import build
+from cufa.gpu.tensor_map import MAP_BYTES, TensorMap
+from emulator import build, tensor_map
 from emulator.run import FIRST_COME, Access, Counts, Schedule, run
-from emulator.tensor_map import TensorMap
 
 KERNEL = "linear_attention_sm90"
 THREADS, SHARED_BYTES, BLOCK_M, HEAD_DIM = 384, 51272, 128, 64
 PARAMS = np.dtype(
-    [("q_map", "u1", 128), ("k_map", "u1", 128), ("v_map", "u1", 128), ("o_map", "u1", 128)]
+    [(f"{name}_map", f"V{MAP_BYTES}") for name in "qkvo"]
     + [("sums", "u8")]
     + [(name, "i4") for name in ("heads", "group", "seqlen_q", "seqlen_k")]
     + [("padding", "u1", 40)]
@@ -51,7 +51,7 @@ class Problem:
         sums = np.zeros((self.batch, heads, HEAD_DIM), np.float32)
         return {"q": q, "k": k, "v": v, "o": np.full_like(q, np.nan), "sums": sums}
 
-    def params(self, maps: dict[str, NDArray[np.uint8]], sums: int) -> NDArray[np.void]:
+    def params(self, maps: dict[str, bytes], sums: int) -> NDArray[np.void]:
         """The kernel's argument, with the maps of q, k, v and o and the address of sums."""
         p = np.zeros(1, PARAMS)
         for name, encoded in maps.items():
@@ -61,9 +61,9 @@ class Problem:
         return p
 
 
-def tensor_map(a: NDArray[np.floating]) -> TensorMap:
+def map_of(a: NDArray[np.floating]) -> TensorMap:
     """Boxes of 64 rows of one head."""
-    return TensorMap.of(a, (64, 64, 1, 1), 128)
+    return tensor_map.of_array(a, (64, 64, 1, 1), 128)
 
 
 def emulated(
@@ -71,7 +71,7 @@ def emulated(
 ) -> tuple[Arrays, Counts]:
     """The arrays after a run in the emulator, and what it did."""
     a = problem.arrays()
-    maps = {n: tensor_map(a[n]).emulated(a[n].ctypes.data) for n in ("q", "k", "v", "o")}
+    maps = {n: tensor_map.emulated(map_of(a[n]), a[n].ctypes.data) for n in ("q", "k", "v", "o")}
     access = {"o": Access.WRITE_ONCE, "sums": Access.ADD}
     counts = run(
         build.library(build.Unit(KERNEL), edit),

@@ -18,9 +18,15 @@ from cufa.problem import Signature, make_problem
 from cufa.testing import numpy_dtype
 from emulator import build, run
 from emulator.run import Access, Counts, Schedule
+from emulator.tensor_map import emulated
 
 #: Of what is not an input.
-_ACCESS = {"o": Access.WRITE_ONCE, "lse": Access.WRITE_ONCE, "workspace": Access.THREAD_OWN}
+_ACCESS = {
+    "o": Access.WRITE_ONCE,
+    "lse": Access.WRITE_ONCE,
+    "workspace": Access.THREAD_OWN,
+    "tickets": Access.ADD,
+}
 
 
 class Emulator:
@@ -49,8 +55,14 @@ class Emulator:
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         return np.ascontiguousarray(a, numpy_dtype(dtype) if dtype else None)
 
+    def tickets(self) -> Any:
+        return np.zeros(1, np.uint32)
+
     def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
         params = step.params.view(PARAMS).copy()
+        for name, tensor_map in zip("qkv", step.maps, strict=False):
+            address = getattr(buffers, name).ctypes.data
+            params[f"{name}_map"] = emulated(tensor_map, address)
         arrays = {}
         for name, a in buffers._asdict().items():
             if a is not None:

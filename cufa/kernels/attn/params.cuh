@@ -23,13 +23,13 @@ struct Divisor {
 };
 
 struct Params {
-  ptx::TensorMap q_map, k_map, v_map;  // where TMA loads
+  ptx::TensorMap q_map, k_map, v_map;  // of kernels that load them by TMA
 
   const void *q, *k, *v;
   void *o, *lse;
   const void *mask, *bias, *alibi_slopes, *sink;
   void* workspace;
-  u32* tickets;  // of blocks that stay: how many tiles beyond their first have been taken
+  u32* tickets;  // one, 0 before and after a launch
 
   Strides q_stride, k_stride, v_stride, o_stride;
   ScoreStrides mask_stride, bias_stride;
@@ -39,11 +39,14 @@ struct Params {
 
   Divisor heads, group;  // query heads, and how many of them share a key/value head
   Divisor tiles;         // query tiles of one head, or ranges of them: what blocks it has
-  Divisor section, section_tiles;  // heads whose tiles are taken together; their tiles
-  i32 tile_count;                  // of all heads
   i32 seqlen_q, seqlen_k;
   i32 head_dim, head_dim_v;
   i32 rows_per_block;         // a multiple of kBlockM, where blocks have ranges of tiles
   i32 diagonal, left, right;  // row i sees keys i + diagonal - left .. i + diagonal + right
+
+  // The order of work where blocks take tiles as they come: section by section, so many heads of
+  // batch * heads that their keys and values fit L2 together.
+  Divisor section, section_tiles;  // heads of a section, and their tiles
+  i32 tile_count;                  // tiles of all heads
 };
 static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");

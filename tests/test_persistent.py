@@ -1,0 +1,196 @@
+"""Kernels that fill the card once: their plans, and the counter that hands out their work."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paper_gpu import PaperGpu
+from paper_machine import PaperMachine
+
+from cufa import gpu as package
+from cufa.arrays import Arrays, sign
+from cufa.gpu import launch, plan, registry
+from cufa.gpu.device import Device
+from cufa.gpu.params import PARAMS, Buffers
+from cufa.gpu.plan import make_plan
+from cufa.gpu.tensor_map import MAP_BYTES, TensorMap
+from cufa.gpu.warmup import _call, _Features
+from cufa.problem import Problem, Signature, make_problem
+
+H200 = replace(Device.of_arch(90), sm_count=132)
+#: A kernel that there is, with what a persistent one is told.
+SPEC = replace(registry.KERNELS[0], one_arch=True, min_arch=90, tma=True, persistent=True)
+
+
+@pytest.fixture(autouse=True)
+def persistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it the only kernel."""
+    monkeypatch.setattr(registry, "KERNELS", (SPEC,))
+
+
+def problem(seqlen: int, batch: int = 1, heads: int = 1) -> Problem:
+    made = make_problem(_call(64, "float16", False, False, seqlen, None, _Features()))
+    return replace(made, batch=batch, heads=heads, kv_heads=heads)
+
+
+@given(
+    seqlen=st.integers(1, 100_000),
+    batch=st.integers(1, 30),
+    heads=st.integers(1, 300),
+    sm_count=st.integers(1, 200),
+)
+def test_the_grid_fills_the_card_and_no_more(seqlen, batch, heads, sm_count):
+    card = replace(H200, sm_count=sm_count)
+    step = make_plan(problem(seqlen, batch, heads), card).steps[0]
+    told = step.params.view(PARAMS)[0]
+    tiles = -(-seqlen // step.key.config.block_m)
+    assert told["tile_count"] == batch * heads * tiles
+    assert step.grid == min(plan.slots(step.key, card), told["tile_count"])
+    assert told["tiles"]["value"] == tiles
+    assert told["section_tiles"]["value"] == told["section"]["value"] * tiles
+    assert told["tile_count"] % told["section_tiles"]["value"] == 0
+
+
+def test_boxes_are_as_high_as_the_tiles():
+    step = make_plan(problem(1000), H200).steps[0]
+    q, k, v = step.maps
+    assert q.box[1] == step.key.config.block_m
+    assert k.box[1] == v.box[1] == step.key.config.block_n
+
+
+def call(*shape: int) -> tuple[Signature, Arrays]:
+    q = np.zeros(shape, np.float16)
+    arrays = Arrays(q, q, q)
+    return sign(arrays, False, None, None, None, "bhsd", False, "auto"), arrays
+
+
+def test_each_launch_asks_the_machine_for_a_counter():
+    machine = PaperMachine(H200)
+    for _ in range(2):
+        launch.run(machine, *call(3, 100, 64))
+    assert [buffers.tickets for _, buffers in machine.launched] == machine.counters
+    assert len(machine.counters) == 2
+    assert all(step.tickets and len(step.maps) == 3 for step, _ in machine.launched)
+
+
+def test_other_kernels_have_neither_counter_nor_maps(monkeypatch: pytest.MonkeyPatch):
+    plain = replace(SPEC, tma=False, persistent=False)
+    monkeypatch.setattr(registry, "KERNELS", (plain,))
+    machine = PaperMachine(H200)
+    launch.run(machine, *call(3, 100, 64))
+    step, buffers = machine.launched[0]
+    assert not step.tickets
+    assert step.maps == ()
+    assert buffers.tickets is None
+    assert machine.counters == []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A GPU on paper in the place of CuPy, and `cufa.gpu.cards` on it."""
+    made: Any = PaperGpu()
+    cupy = made.cupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.delitem(sys.modules, "cufa.gpu.cards", raising=False)
+    monkeypatch.setattr(package, "cards", None, raising=False)
+    made.cards = importlib.import_module("cufa.gpu.cards")
+    yield made
+    del sys.modules["cufa.gpu.cards"]
+
+
+def test_launches_in_one_stream_share_a_counter_and_no_others(gpu: Any):
+    first = gpu.cards.CARDS.tickets()
+    assert first.dtype == np.uint32
+    assert first.tolist() == [0]
+    with gpu.stream(7):
+        other = gpu.cards.CARDS.tickets()
+        assert gpu.cards.CARDS.tickets() is other
+    assert other is not first
+    assert gpu.cards.CARDS.tickets() is first
+
+
+def test_devices_have_counters_of_their_own(gpu: Any):
+    first = gpu.cards.CARDS.tickets()
+    gpu.device = 1
+    assert gpu.cards.CARDS.tickets() is not first
+
+
+def test_threads_have_counters_of_their_own(gpu: Any):
+    """The stream number 2 is another stream in each thread."""
+    found: list[Any] = []
+    with gpu.stream(2):
+        found.append(gpu.cards.CARDS.tickets())
+        thread = threading.Thread(target=lambda: found.append(gpu.cards.CARDS.tickets()))
+        thread.start()
+        thread.join()
+    assert found[0] is not found[1]
+
+
+def test_a_graph_keeps_a_counter_for_each_launch(gpu: Any):
+    with gpu.stream(7):
+        outside = gpu.cards.CARDS.tickets()
+        gpu.capturing = True
+        gpu.cards.Memory = None  # nothing is allocated during a capture
+        captured = [gpu.cards.CARDS.tickets() for _ in range(gpu.cards._PAGE)]
+        gpu.capturing = False
+        assert gpu.cards.CARDS.tickets() is outside
+    assert [a.tolist() for a in captured] == [[0]] * len(captured)
+    places = {a.ctypes.data for a in (outside, *captured)}
+    assert len(places) == 1 + len(captured)
+    page = gpu.cards._pages[0]
+    assert all(np.shares_memory(page, a) for a in captured), "it is kept only with its page"
+
+
+def test_more_launches_in_graphs_than_a_page_has_get_another(gpu: Any):
+    with gpu.stream(7):
+        gpu.capturing = True
+        captured = [gpu.cards.CARDS.tickets() for _ in range(gpu.cards._PAGE + 1)]
+    assert len({a.ctypes.data for a in captured}) == len(captured)
+
+
+class Told:
+    """A kernel that notes its parameters."""
+
+    def __init__(self) -> None:
+        self.params: list[np.void] = []
+
+    def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
+        self.params.append(arguments[0].view(PARAMS)[0].copy())
+
+
+def at(address: int) -> Any:
+    return SimpleNamespace(data=SimpleNamespace(ptr=address))
+
+
+def test_a_launch_fills_in_pointers_and_maps(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    encodings: list[int] = []
+
+    def encoded(self: TensorMap, address: int) -> bytes:
+        encodings.append(address)
+        return address.to_bytes(8, "little") * (MAP_BYTES // 8)
+
+    monkeypatch.setattr(TensorMap, "encoded", encoded)
+    step, kernel = make_plan(problem(1000), H200).steps[0], Told()
+    for first in (16, 1600, 16):
+        arrays = [at(first * n) for n in range(1, 5)]
+        gpu.cards.CARDS.launch(kernel, step, Buffers(*arrays, *[None] * 6, at(99)))
+    for told, first in zip(kernel.params, (16, 1600, 16), strict=True):
+        assert [told[name] for name in "qkvo"] == [first * n for n in range(1, 5)]
+        assert told["tickets"] == 99
+        assert told["workspace"] == told["lse"] == 0
+        for name in "qkv":
+            assert bytes(told[f"{name}_map"])[:8] == int(told[name]).to_bytes(8, "little")
+        assert told["seqlen_q"] == 1000
+    assert len(encodings) == 6, "the maps of addresses seen before are encoded anew"
+    assert not step.params.view(PARAMS)["q"]
