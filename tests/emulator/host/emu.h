@@ -13,6 +13,7 @@ struct Dim3 {
 
 int thread_index();
 Dim3 block_index();
+int grid_blocks();
 uint8_t* dynamic_shared_memory();
 uint32_t shared_address(const void* p);  // in the 32-bit window that instructions use
 
@@ -24,6 +25,7 @@ void bar_warp_sync();
 
 // Collectives: all lanes of a warp call them, whichever comes last does the work for all.
 uint64_t shfl_bfly(uint64_t bits, int lane_mask);
+int shfl_idx(int x, int lane);
 bool vote_any(bool x);
 bool elect_sync();
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t row, bool trans);
@@ -36,6 +38,8 @@ void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2])
 void mma_m8n8k4_f64(double (&d)[2], double a, double b);
 
 void ld_shared(void* to, uint32_t address, int bytes);
+
+uint32_t atom_inc(uint32_t* count, uint32_t last);
 
 // Copies by the thread itself: they land at its wait.
 void cp_async(uint32_t dst, const void* src, int bytes, int src_bytes);

@@ -111,6 +111,18 @@ void read_global(const void* p, int bytes) { touch(p, bytes, Access::read); }
 void write_global(const void* p, int bytes) { touch(p, bytes, Access::write_once); }
 void add_global(const void* p, int bytes) { touch(p, bytes, Access::add); }
 
+// Blocks run one after another, and a fiber does not stop here: it is in one piece.
+uint32_t atom_inc(uint32_t* count_at, uint32_t last) {
+  const Doing doing("atom.inc", __builtin_return_address(0));
+  if (reinterpret_cast<uintptr_t>(count_at) % sizeof *count_at)
+    fail(Kind::protocol, "atom.inc at %p: not a multiple of 4", static_cast<void*>(count_at));
+  add_global(count_at, sizeof *count_at);
+  count("atom.inc");
+  const uint32_t before = *count_at;
+  *count_at = before >= last ? 0 : before + 1;
+  return before;
+}
+
 void begin_arrays() {
   written.assign(launch->n_arrays, {});
   owner.assign(launch->n_arrays, {});

@@ -70,6 +70,7 @@ void fail_at(const void* pc, Kind kind, const char* format, ...) {
 
 int thread_index() { return self->id; }
 Dim3 block_index() { return block.index; }
+int grid_blocks() { return launch->grid[0]; }
 
 uint32_t random_below(uint32_t n) { return generator() % n; }
 

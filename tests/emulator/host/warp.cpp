@@ -152,6 +152,16 @@ uint64_t shfl_bfly(uint64_t bits, int lane_mask) {
   return mine.out;
 }
 
+int shfl_idx(int x, int lane_number) {
+  const Doing doing("shfl.sync.idx", __builtin_return_address(0));
+  Shuffle mine{uint64_t(uint32_t(x)), 0, lane_number};
+  meet(32, &mine, [](void* const* lanes) {
+    for (int i = 0; i < 32; ++i)
+      lane<Shuffle>(lanes, i).out = lane<Shuffle>(lanes, lane<Shuffle>(lanes, i).mask & 31).in;
+  });
+  return int(mine.out);
+}
+
 bool vote_any(bool x) {
   const Doing doing("vote.sync.any", __builtin_return_address(0));
   meet(32, &x, [](void* const* lanes) {
