@@ -51,13 +51,17 @@ class _Row(NamedTuple):
 
 
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
-_TENSOR_CORES = ("fa1_fwd", "fa2_fwd")
+_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
 ANY = 1 << 62
 _OPEN, _PLAIN, _MODIFIED = Scores
 
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True, 128, True,  ANY, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,  90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
@@ -152,6 +156,11 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
+    if kernel == "fa3_fwd_sm90":
+        d, dv = round_up(head_dim, 64), round_up(head_dim_v, 64)
+        rest = size * config.stages * n * (d + dv) + 512
+        q = size * m * d
+        return rest + (2 * q if rest + 2 * q <= 232448 else q)
     if kernel == "fa1_fwd":
         slices = config.threads // 32
         k, partial_outputs = size * n * head_dim, 4 * (slices - 1) * m * head_dim_v

@@ -83,6 +83,7 @@ def _fault_for_tma(name: str, a: Operand) -> str | None:
 # fmt: off
 KERNELS = (
     #          name            algorithm  dtypes                     head_dim<= arch>= aligned
+    KernelSpec("fa3_fwd_sm90", "fa3",     ("float16", "bfloat16"),         256,    90, True, one_arch=True, tma=True, persistent=True),
     KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
     KernelSpec("fa2_fwd",      "fa2",     ("float32", "float64"),          128,    80, True),
     KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),

@@ -91,8 +91,9 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     if (owed_block >= 0) pipes.v.load(p.v_map, owed_block * kBlockN, owed_head, owed_batch);
     owed_block = -1;
   };
-  pipes.path.produce(p, [&](u32 number) {
-    const Tile tile = Tile::in_turn(p, number);
+  pipes.path.produce(p, [&](Job job) {
+    if (!job.is_tile()) return load_owed();
+    const Tile tile = Tile::in_turn(p, job.number());
     const KeyRange keys = key_blocks(p, tile);
     for (int n = keys.last - 1; n >= keys.first; --n) {
       pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);

@@ -34,7 +34,7 @@ template <int kWarps> struct TilePath {
 
   DEVICE void init() const { sent.init(kWarps); }
 
-  // By the producer: load(number) is called for each tile, as soon as consumers know of it. A block
+  // By the producer: load(job) is called for each job, as soon as consumers know of it. A block
   // draws the next tile's number once for each tile that it takes, so that the count that blocks
   // share ends at 0, where the next launch begins.
   template <class Load> DEVICE void produce(const Params& p, Load load) {
@@ -54,7 +54,7 @@ template <int kWarps> struct TilePath {
       ptx::mbarrier_arrive(sent.full());
       ++sent.turn;
       idle = job.is_tile() ? 0 : idle + 1;
-      if (job.is_tile()) load(job.number());
+      load(job);
     }
   }
 
