@@ -42,6 +42,10 @@ static_assert(kAligned && sizeof(Elem) == 2);
 constexpr int kProducerRegs = kConsumers == 3 ? 32 : 24;
 constexpr int kConsumerRegs = kConsumers == 3 ? 160 : 240;
 
+// Warpgroups take turns to issue products: named barriers, one for each.
+constexpr bool kTakeTurns = true;
+constexpr int kTurn = 1;
+
 // Whether most blocks may be weighed by an old maximum. A mask or a bias may hide all keys of a row
 // up to there, and then it has none.
 constexpr bool kBlind = !kMask && kBias == kNone;
@@ -75,13 +79,6 @@ struct Pipelines {
   }
 };
 
-// The key blocks of a tile: one at least, so that a tile that sees no key goes the way of all.
-DEVICE KeyRange key_blocks(const Params& p, const Tile& tile) {
-  KeyRange keys = visible_keys(p, tile);
-  keys.last = max_of(keys.last, keys.first + 1);
-  return keys;
-}
-
 // One thread loads, in the order in which consumers want it: K a block ahead of V, and with two
 // buffers for Q also across the end of a tile.
 DEVICE void produce(const Params& p, Pipelines pipes) {
@@ -91,10 +88,10 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     if (owed_block >= 0) pipes.v.load(p.v_map, owed_block * kBlockN, owed_head, owed_batch);
     owed_block = -1;
   };
-  pipes.path.produce(p, [&](Job job) {
-    if (!job.is_tile()) return load_owed();
-    const Tile tile = Tile::in_turn(p, job.number());
-    const KeyRange keys = key_blocks(p, tile);
+  pipes.path.produce(p, [&](JobKind kind, const Job& job) {
+    if (!Job::is_tile(kind)) return load_owed();
+    const Tile tile = job.tile;
+    const KeyRange keys = job.keys;
     for (int n = keys.last - 1; n >= keys.first; --n) {
       pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);
       if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
@@ -118,92 +115,99 @@ struct Consumer {
       : p(params), pipes(pipelines), warpgroup(warpgroup), softmax(params) {}
 
   DEVICE void run() {
-    Job job = pipes.path.next();
-    while (!job.is_end()) {
-      if (!job.is_tile()) {
+    JobKind kind = pipes.path.next();
+    if (kTakeTurns && warpgroup == 0) ptx::bar_arrive(kTurn, 256);
+    while (kind != JobKind::kEnd) {
+      if (kind == JobKind::kNothing) {
         pipes.path.give_back(false);
-        job = pipes.path.next();
+        kind = pipes.path.next();
         continue;
       }
-      begin(job);
-      Job next;
+      begin();
       while (true) {
-        finish_keys(job);
-        next = pipes.path.next();
-        if (kQBuffers == 1 || !next.is_tile()) break;
-        end_and_begin(job, next);
-        job = next;
+        finish_keys();
+        kind = pipes.path.next();
+        if (kQBuffers == 1 || !Job::is_tile(kind)) break;
+        end_and_begin();
       }
-      end(job);
-      job = next;
+      end();
     }
   }
 
  private:
-  DEVICE void issue_scores(Scores& s) {  // S = Q K^T
+  // S = Q K^T and O += P V of the block before, under way together; S is there at the end. Their
+  // addresses come before the wait: no product is to wait for them.
+  DEVICE void multiply(Scores& s) {
+    const TileQ q = pipes.q.tile();
+    const TileK k = pipes.k.tile();
+    const TileV v = pipes.v.tile();
+    // One warpgroup's products run while another weighs.
+    if constexpr (kTakeTurns) ptx::bar_sync(kTurn + warpgroup, 256);
     pipes.k.wait_full();
-    issue_nt<kHeadDim / 16>(s, pipes.q.tile(), 64 * warpgroup, pipes.k.tile());
-  }
-  DEVICE void issue_output() {  // O += P V
+    issue_nt<kHeadDim / 16>(s, q, 64 * warpgroup, k);
     pipes.v.wait_full();
-    issue_nn(o, weights, pipes.v.tile());
+    issue_nn(o, weights, v);
+    if constexpr (kTakeTurns) ptx::bar_arrive(kTurn + (warpgroup + 1) % kConsumers, 256);
+    ptx::wgmma_wait_group<1>();
   }
+
   // O, and with it the right to overwrite the weights.
   DEVICE void wait_for_output() {
     ptx::wgmma_wait_group<0>();
     pipes.v.give_back();
   }
 
-  DEVICE void modify(Scores& s, const Tile& tile, int n, bool partial) const {
-    score_mod(s, p, tile, n * kBlockN);
-    if (partial) apply_mask(s, p, tile, n * kBlockN);
-  }
-
   // The last block of keys, which is the first that a tile takes.
-  DEVICE void begin(Job job) {
+  DEVICE void begin() {
     Scores s;
     pipes.q.wait_full();
-    issue_scores(s);
+    pipes.k.wait_full();
+    issue_nt<kHeadDim / 16>(s, pipes.q.tile(), 64 * warpgroup, pipes.k.tile());
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
-    weigh_first(s, softmax, job);
+    weigh_first(s, softmax);
     weights = narrow(s);
     o.clear();
   }
 
-  DEVICE void weigh_first(Scores& s, OnlineSoftmax<2>& fresh, Job job) const {
-    const Tile tile = Tile::in_turn(p, job.number());
-    const KeyRange keys = key_blocks(p, tile);
-    modify(s, tile, keys.last - 1, keys.is_partial(keys.last - 1));
+  DEVICE void weigh_first(Scores& s, OnlineSoftmax<2>& fresh) const {
+    const Job& job = pipes.path.latest();
+    const int n = job.keys.last - 1;
+    score_mod(s, p, job.tile, n * kBlockN);
+    if (job.keys.is_partial(n)) apply_mask(s, p, job.tile, n * kBlockN);
     fresh = OnlineSoftmax<2>(p);
     fresh.update_apart(s, [](int, Real) {});  // there is no output yet
   }
 
   // All other blocks. Those that lie inside every row's bounds come between those that do not.
-  DEVICE void finish_keys(Job job) {
-    const Tile tile = Tile::in_turn(p, job.number());
-    const KeyRange keys = key_blocks(p, tile);
+  DEVICE void finish_keys() {
+    const Job& job = pipes.path.due();
+    const KeyRange keys = job.keys;
     int n = keys.last - 2;
     if constexpr (kBlind) {
-      const int blind_last = job.exactly() ? keys.first : max_of(keys.first, keys.whole_last);
-      for (; n >= blind_last; --n) step(tile, n, keys.is_partial(n));
-      for (; n >= max_of(keys.first, keys.whole_first); --n) blind_step(tile, n);
+      const int blind = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
+      for (; n >= max_of(keys.first, blind); --n) step<false>(job, n);
+      for (; n >= max_of(keys.first, keys.whole_first); --n) step<true>(job, n);
     }
     if constexpr (!kBlind || kLeft)
-      for (; n >= keys.first; --n) step(tile, n, keys.is_partial(n));
+      for (; n >= keys.first; --n) step<false>(job, n);
     pipes.q.give_back();
   }
 
-  // S of block n, and softmax over it while O += P V of the block before is under way.
-  DEVICE void step(const Tile& tile, int n, bool partial) {
+  // Block n is weighed while O += P V of the block before is under way.
+  template <bool kIsBlind> DEVICE void step(const Job& job, int n) {
     Scores s;
-    issue_scores(s);
-    issue_output();
-    ptx::wgmma_wait_group<1>();  // S is there
-    modify(s, tile, n, partial);
+    multiply(s);
+    score_mod(s, p, job.tile, n * kBlockN);
     bool moved = false;
     Real factors[2];
-    softmax.update_apart(s, [&](int r, Real factor) { moved = true, factors[r] = factor; });
+    const auto follow = [&](int r, Real factor) { moved = true, factors[r] = factor; };
+    if constexpr (kIsBlind) {  // the block lies inside every row's bounds
+      softmax.update_blind(s, follow);
+    } else {
+      apply_mask(s, p, job.tile, n * kBlockN);
+      softmax.update_apart(s, follow);
+    }
     pipes.k.give_back();
     wait_for_output();
     weights = narrow(s);
@@ -213,50 +217,35 @@ struct Consumer {
     }
   }
 
-  // The same of a block that no mask touches, without a look for its largest scores.
-  DEVICE void blind_step(const Tile& tile, int n) {
-    Scores s;
-    issue_scores(s);
-    issue_output();
-    ptx::wgmma_wait_group<1>();
-    modify(s, tile, n, false);
-    Real sum[2];
-    const bool small = softmax.update_blind(s, sum);
-    pipes.k.give_back();
+  DEVICE void end() {
+    pipes.v.wait_full();
+    issue_nn(o, weights, pipes.v.tile());
     wait_for_output();
-    if (!small) softmax.correct(s, sum, o);
-    softmax.add(sum);
-    weights = narrow(s);
-  }
-
-  DEVICE void end(Job job) {
-    issue_output();
-    wait_for_output();
-    store(job);
+    store();
   }
 
   // `end`, with the first block of the next tile under it.
-  DEVICE void end_and_begin(Job job, Job next) {
+  DEVICE void end_and_begin() {
     Scores s;
     OnlineSoftmax<2> next_softmax(p);
     pipes.q.wait_full();
-    issue_scores(s);
-    issue_output();
-    ptx::wgmma_wait_group<1>();
+    multiply(s);
     pipes.k.give_back();
-    weigh_first(s, next_softmax, next);
+    weigh_first(s, next_softmax);
     wait_for_output();
     weights = narrow(s);
-    store(job);
+    store();
     softmax = next_softmax;
     o.clear();
   }
 
-  // Not of a warp that has given up, before the second time; then not of the others.
-  DEVICE void store(Job job) {
-    const bool give_up = kBlind && !job.exactly() && softmax.gave_up();
-    if (!give_up && (!job.exactly() || pipes.path.gave_up())) {
-      const Tile tile = Tile::in_turn(p, job.number());
+  // Not of a warp that gives up, before the second time; then not of the others.
+  DEVICE void store() {
+    const Job& job = pipes.path.due();
+    const bool again = job.kind == JobKind::kAgain;
+    const bool give_up = kBlind && !again && softmax.is_lost(o);
+    if (!give_up && (!again || pipes.path.gave_up())) {
+      const Tile tile = job.tile;
       Real lse[2];
       softmax.finish(o, p, tile, lse);
       store_output(o, p, tile);

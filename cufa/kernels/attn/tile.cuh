@@ -19,14 +19,13 @@ struct Tile {
   // Tile `number` of all, in the order in which blocks that stay take them. Where the longest come
   // first, it is in sections of heads, so that the keys and values in use still fit the L2 cache.
   DEVICE static Tile in_turn(const Params& p, u32 number) {
-    Tile tile(p, number);
-    if constexpr (kRight) {
-      const int section = p.section_tiles.quotient(number);
-      const int within = number - section * p.section_tiles.value;
-      const int rank = p.section.quotient(within);  // of the tile in its head
-      tile.row0 = (p.tiles.value - 1 - rank) * kBlockM;
-      tile.place(p, section * p.section.value + within - rank * p.section.value);
-    }
+    if constexpr (!kRight) return Tile(p, number);
+    const int section = p.section_tiles.quotient(number);
+    const int within = number - section * p.section_tiles.value;
+    const int rank = p.section.quotient(within);  // of the tile in its head
+    Tile tile;
+    tile.place(p, section * p.section.value + within - rank * p.section.value);
+    tile.row0 = (p.tiles.value - 1 - rank) * kBlockM;
     return tile;
   }
 
@@ -36,6 +35,8 @@ struct Tile {
   DEVICE Elem* o(const Params& p) const { return const_cast<Elem*>(matrix(p.o, p.o_stride, head)); }
 
  private:
+  Tile() = default;
+
   DEVICE void place(const Params& p, int sequence_head) {
     batch = p.heads.quotient(sequence_head);
     head = sequence_head - batch * p.heads.value;

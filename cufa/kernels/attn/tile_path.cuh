@@ -1,20 +1,25 @@
 // Which tile is next: from the thread that loads to the warps that compute, and their verdict back.
 #pragma once
-#include "attn/params.cuh"
+#include "attn/key_range.cuh"
 #include "ptx/atom.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/pipeline.cuh"
 
-// A tile by its number; or none for now; or none any more.
+enum class JobKind : int {
+  kTile,
+  kAgain,    // a tile once more, without shortcuts
+  kNothing,  // for now
+  kEnd,
+};
+
 struct Job {
-  u32 word;
+  JobKind kind;
+  Tile tile;  // this and keys only of a tile
+  KeyRange keys;
 
-  static constexpr u32 kExactly = 1u << 31, kNothing = ~0u, kEnd = ~0u - 1;
-
-  DEVICE bool is_tile() const { return word < kEnd; }
-  DEVICE bool is_end() const { return word == kEnd; }
-  DEVICE bool exactly() const { return word & kExactly; }  // a second time, without shortcuts
-  DEVICE u32 number() const { return word & ~kExactly; }
+  DEVICE static bool is_tile(JobKind kind) {
+    return kind == JobKind::kTile || kind == JobKind::kAgain;
+  }
 };
 
 // Slots of shared memory, in turn, each with a job and for each of kWarps warps whether it has given
@@ -22,15 +27,19 @@ struct Job {
 // what a row's result is made of depends on the numbers alone, not on who computed it when.
 template <int kWarps> struct TilePath {
   static constexpr int kSlots = 4;
+  struct Slot {
+    Job job;
+    u32 gave_up[kWarps];
+  };
   using Turns = Pipeline<kSlots>;
-  static constexpr int kBytes = Turns::kBytes + kSlots * (1 + kWarps) * sizeof(u32);
+  static constexpr int kBytes = Turns::kBytes + kSlots * sizeof(Slot);
 
-  Turns sent, done;  // of the jobs sent or received, and of those that are computed
-  u32* slots;
+  Turns sent, done;  // of jobs that are sent or received, and of those that are computed
+  Slot* slots;
 
   // kBytes of shared memory from `memory` on, whose address is `address`.
   DEVICE TilePath(u8* memory, u32 address)
-      : sent(address), done(address), slots(reinterpret_cast<u32*>(memory + Turns::kBytes)) {}
+      : sent(address), done(address), slots(reinterpret_cast<Slot*>(memory + Turns::kBytes)) {}
 
   DEVICE void init() const { sent.init(kWarps); }
 
@@ -41,47 +50,54 @@ template <int kWarps> struct TilePath {
     u32 next = ptx::ctaid_x();
     for (int idle = 0; idle <= kSlots;) {  // until every slot has come back without a tile
       sent.wait_empty();
-      Job job{Job::kNothing};
-      if (sent.turn >= kSlots && any_gave_up()) {
-        job.word = *slot(sent) | Job::kExactly;
+      Slot& slot = slots[sent.stage()];
+      JobKind kind = idle < kSlots ? JobKind::kNothing : JobKind::kEnd;
+      if (sent.turn >= kSlots && any_gave_up(slot)) {
+        kind = JobKind::kAgain;
       } else if (next < p.tile_count) {
-        job.word = next;
+        kind = JobKind::kTile;
+        slot.job.tile = Tile::in_turn(p, next);
+        slot.job.keys = key_blocks(p, slot.job.tile);
         next = ptx::nctaid_x() + ptx::atom_inc(p.tickets, p.tile_count - 1);
-      } else if (idle == kSlots) {
-        job.word = Job::kEnd;
       }
-      *slot(sent) = job.word;
+      slot.job.kind = kind;
       ptx::mbarrier_arrive(sent.full());
       ++sent.turn;
-      idle = job.is_tile() ? 0 : idle + 1;
-      load(job);
+      idle = Job::is_tile(kind) ? 0 : idle + 1;
+      load(kind, slot.job);
     }
   }
 
-  // By a consumer warp.
-  DEVICE Job next() {
+  // By a consumer warp: waits for the next job.
+  DEVICE JobKind next() {
     sent.wait_full();
-    const u32 word = ptx::shfl_idx(*slot(sent), 0);  // one for the warp
+    const int kind = ptx::shfl_idx(int(slots[sent.stage()].job.kind), 0);  // one for the warp
     ++sent.turn;
-    return {word};
+    return JobKind(kind);
   }
+  DEVICE const Job& latest() const { return slots[(sent.turn - 1) % kSlots].job; }
 
-  // Whether the warp has given up on the job that is due, the time before.
-  DEVICE bool gave_up() const { return *verdict(); }
-
-  // The job that is due is done.
+  // The first job that is not done, whether this warp gave up on it the time before, and its end.
+  DEVICE const Job& due() const { return slots[done.stage()].job; }
+  DEVICE bool gave_up() const { return slots[done.stage()].gave_up[warp()]; }
   DEVICE void give_back(bool give_up) {
     ptx::bar_warp_sync();  // all lanes have read the slot
-    if (lane() == 0) *verdict() = give_up;
+    if (lane() == 0) slots[done.stage()].gave_up[warp()] = give_up;
     done.give_back();
   }
 
  private:
-  DEVICE u32* slot(const Turns& turns) const { return slots + turns.stage() * (1 + kWarps); }
-  DEVICE u32* verdict() const { return slot(done) + 1 + warp(); }
-  DEVICE bool any_gave_up() const {
+  // One block at least, so that a tile that sees no key goes the way of all.
+  DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
+    KeyRange keys = visible_keys(p, tile);
+    keys.last = max_of(keys.last, keys.first + 1);
+    return keys;
+  }
+
+  DEVICE static bool any_gave_up(const Slot& slot) {
     bool any = false;
-    for (int i = 0; i < kWarps; ++i) any |= slot(sent)[1 + i];
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) any |= slot.gave_up[i];
     return any;
   }
 };
