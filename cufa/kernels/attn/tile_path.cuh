@@ -87,10 +87,14 @@ template <int kWarps> struct TilePath {
   }
 
  private:
-  // One block at least, so that a tile that sees no key goes the way of all.
   DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
     KeyRange keys = visible_keys(p, tile);
+    // One block at least, so that a tile that sees no key goes the way of all.
     keys.last = max_of(keys.last, keys.first + 1);
+    // Every row is to have seen a key before the whole blocks, whose bound on the right is the first
+    // row's.
+    if constexpr (kRight)
+      keys.whole_last = min_of(keys.whole_last, max_of(0, row_end(p, tile.row0) - 1) / kBlockN);
     return keys;
   }
 
