@@ -51,13 +51,18 @@ class _Row(NamedTuple):
 
 
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
-_TENSOR_CORES = ("fa1_fwd", "fa2_fwd")
+_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
+_HOPPER = Device.of_arch(90)
 ANY = 1 << 62
 _OPEN, _PLAIN, _MODIFIED = Scores
 
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True, 128, True,  ANY, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,  90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
@@ -152,6 +157,11 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
+    if kernel == "fa3_fwd_sm90":
+        d, dv, barriers = round_up(head_dim, 64), round_up(head_dim_v, 64), 512
+        q, keys = size * m * d, size * config.stages * n * (d + dv)
+        whole = 2 * q + keys + barriers  # Q of the next tile too, if there is room
+        return whole if whole <= _HOPPER.shared_memory else whole - q
     if kernel == "fa1_fwd":
         slices = config.threads // 32
         k, partial_outputs = size * n * head_dim, 4 * (slices - 1) * m * head_dim_v
@@ -208,7 +218,7 @@ def get_best_config(
     window : bool, default False
         True: the call has a window that bounds the keys on the left.
     kernel : str, default the one that "auto" takes for aligned arrays
-        "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
+        "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
     arch : int, default 90
         Compute capability times 10.
 
