@@ -80,11 +80,12 @@ def attention(
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
     return_lse : bool, default False
         Whether to return `lse` too, which `merge` takes.
-    algorithm : {"auto", "fa1", "fa2", "standard"}, default "auto"
-        How the result is computed: by FlashAttention-1 (on a GPU only) or -2, or, "standard", with
-        all scores at once, in memory O(seqlen_q * seqlen_k), by matrix products (on the GPU of
-        cuBLAS) and array expressions: the baseline. "auto" means FlashAttention-2 today; it may
-        come to mean more, but never "standard".
+    algorithm : {"auto", "fa1", "fa2", "fa3", "standard"}, default "auto"
+        How the result is computed: by FlashAttention-1 (on a GPU only), -2 or -3 (on Hopper GPUs
+        only, in 16 bits), or, "standard", with all scores at once, in memory
+        O(seqlen_q * seqlen_k), by matrix products (on the GPU of cuBLAS) and array expressions: the
+        baseline. "auto" means FlashAttention-3 where its kernel serves the call, else -2; it may
+        come to mean more, but never "standard". `cufa.explain` says what serves a call.
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
         an input. Of any library whose arrays can be written, so not JAX's.
@@ -117,8 +118,8 @@ def attention(
     OutOfMemoryError
         The scores that "standard" holds do not fit into memory.
     UnsupportedError
-        No kernel of this algorithm serves this dtype and head_dim on this GPU; "fa1" on NumPy
-        arrays; a PyTorch tensor requires grad.
+        No kernel of this algorithm serves this dtype, head_dim and memory on this GPU; "fa1" or
+        "fa3" on NumPy arrays; a PyTorch tensor requires grad.
 
     Notes
     -----
@@ -128,9 +129,10 @@ def attention(
     The result is the same, bit for bit, from run to run.
 
     Sources: Vaswani et al. 2017, eq. 1 (the formula); Dao, arXiv:2307.08691, Algorithm 1 ("fa2");
-    Dao et al., arXiv:2205.14135, Algorithm 1 ("fa1"); Press et al., arXiv:2108.12409 (ALiBi);
-    Gemma 2, arXiv:2408.00118, section 2 (softcap); Xiao et al., arXiv:2309.17453 (attention sinks;
-    one learned number for each head, as here, is gpt-oss's form).
+    Dao et al., arXiv:2205.14135, Algorithm 1 ("fa1"); Shah et al., arXiv:2407.08608 ("fa3"); Press
+    et al., arXiv:2108.12409 (ALiBi); Gemma 2, arXiv:2408.00118, section 2 (softcap); Xiao et al.,
+    arXiv:2309.17453 (attention sinks; one learned number for each head, as here, is gpt-oss's
+    form).
 
     Examples
     --------

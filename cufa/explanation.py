@@ -114,6 +114,7 @@ def explain(q: Any, k: Any, v: Any, *, arch: int | None = None, **options: Any) 
     >>> print(cufa.explain(q, q, q, causal=True, arch=80))
     fa2_fwd serves this call on sm_80: fa2
       tile: block_m 128, block_n 64, threads 128, stages 1, blocks_per_sm 1
+      fa3_fwd_sm90 needs sm_90, whose own instructions it has
     """
     given = inspect.signature(attention).bind(q, k, v, **options)
     given.apply_defaults()

@@ -19,7 +19,7 @@ from cufa.errors import ArgumentError, DTypeError
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOAT_DTYPES = tuple(ITEMSIZE)
 LAYOUTS = ("bhsd", "bshd")
-ALGORITHMS = ("auto", "fa1", "fa2", "standard")
+ALGORITHMS = ("auto", "fa1", "fa2", "fa3", "standard")
 CAUSAL = (False, True, "top_left")
 #: Lengths stay below this so that row + diagonal + window fits a signed 32-bit integer in the
 #: kernels.

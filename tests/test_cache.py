@@ -13,7 +13,7 @@ import pytest
 import cufa
 from cufa.gpu import build, cache
 
-WARM = "import cufa; cufa.warmup(head_dim=32, dtype='float16', causal=False, arch=90)"
+WARM = "import cufa; cufa.warmup(head_dim=32, dtype='float16', causal=False, arch=80)"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def warm() -> int:
-    return cufa.warmup(head_dim=32, dtype="float16", causal=False, arch=90)
+    return cufa.warmup(head_dim=32, dtype="float16", causal=False, arch=80)
 
 
 def test_a_kernel_is_compiled_once_and_then_found(folder, compilations):
@@ -109,7 +109,7 @@ build.compile_key = lambda key: compiled.append(key.kernel) or original(key)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for _ in range(2):
-        cufa.warmup(head_dim=32, dtype="float16", causal=False, arch=90)
+        cufa.warmup(head_dim=32, dtype="float16", causal=False, arch=80)
 folder = cache._private_directory()
 files = [str(path) for path in folder.iterdir()]
 json.dump([compiled, [str(w.message) for w in caught], files], sys.stdout)

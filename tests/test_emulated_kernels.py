@@ -17,7 +17,7 @@ from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Order, Schedule
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiles import ALIGNED, feature_sets, places
+from tiles import ALIGNED, BY_TMA, feature_sets, places
 
 import cufa
 from cufa import reference
@@ -118,7 +118,7 @@ def cases_of(draw: st.DrawFn, key: KernelKey) -> Case:
             head_dim=head_dims[0],
             head_dim_v=head_dims[1],
             seqlen_q=lengths(key.config.block_m, 2),
-            seqlen_k=lengths(key.config.block_n, 3) | st.just(0),
+            seqlen_k=lengths(key.config.block_n, 3) | st.just(1 if key.kernel in BY_TMA else 0),
             max_elements=1 << 22,
             causal=causal,
             window=None if window == (None, None) else window,
@@ -142,9 +142,10 @@ def placements(draw: st.DrawFn, key: KernelKey, offset: bool = False) -> Memory:
     """Layouts with rows of adjacent elements; all at multiples of 16 bytes if the unit needs it."""
     memory = draw(memories())
     margin = draw(st.sampled_from([0, 8])) if key.aligned else memory.margin[3]
+    least = 1 if key.kernel in BY_TMA else -1
     return Memory(
         memory.order,
-        (*memory.step[:3], 1),
+        (*(max(step, least) for step in memory.step[:3]), 1),
         (*memory.margin[:3], margin),
         1 if offset else 0 if key.aligned else memory.offset,
     )

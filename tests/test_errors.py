@@ -50,10 +50,11 @@ def broadcast(*shape, dtype="float32"):
     return lambda xp, call: xp.broadcast_to(xp.zeros((), dtype), shape)
 
 
-def test_fa1_is_for_gpus_and_says_so():
+@pytest.mark.parametrize("algorithm", ["fa1", "fa3"])
+def test_an_algorithm_for_gpus_alone_says_so(algorithm):
     q = np.zeros((3, 8), np.float32)
-    with pytest.raises(UnsupportedError, match=r"algorithm is 'fa1'.*'auto' or 'fa2'"):
-        cufa.attention(q, q, q, algorithm="fa1")
+    with pytest.raises(UnsupportedError, match=rf"algorithm is '{algorithm}'.*'auto' or 'fa2'"):
+        cufa.attention(q, q, q, algorithm=algorithm)
 
 
 #: What is passed in place of a good argument, and what the message says.

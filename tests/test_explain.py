@@ -37,7 +37,9 @@ def launched(case: Case, arch: int) -> PaperMachine:
 
 
 @given(
-    case=cases(max_elements=1 << 18, algorithm=st.sampled_from(["auto", "auto", "fa1", "fa2"])),
+    case=cases(
+        max_elements=1 << 18, algorithm=st.sampled_from(["auto", "auto", "fa1", "fa2", "fa3"])
+    ),
     arch=st.sampled_from([70, 80, 86, 90, 100, 120]),
 )
 def test_the_kernel_that_is_named_is_the_one_that_would_be_launched(case: Case, arch: int):
@@ -87,6 +89,15 @@ def test_words_say_what_serves_what_is_copied_and_why_others_do_not():
     assert shown[1].startswith("  tile: block_m ")
     assert shown[2] == "  copied first: k, sink"
     assert "  fa2_fwd needs rows of q, k, v and out that start at multiples of 16 bytes" in shown
+
+
+def test_what_no_tensor_map_describes_is_for_another_kernel():
+    repeated = np.broadcast_to(Q[:1], Q.shape)
+    assert cufa.explain(Q, Q, Q, arch=90).algorithm == "fa3"
+    for algorithm, kernel in (("auto", "fa2_fwd"), ("fa3", None)):
+        found = cufa.explain(Q, repeated, Q, algorithm=algorithm, arch=90)
+        assert found.kernel == kernel
+        assert "no stride of 0, as k has" in dict(found.refusals)["fa3_fwd_sm90"]
 
 
 def test_a_kernel_with_several_rows_gives_the_reason_of_those_for_the_dtype():

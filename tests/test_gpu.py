@@ -26,7 +26,7 @@ def qkv(cupy):
     return normal(cupy, 3, 2, 4, 200, 64)
 
 
-@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+@pytest.mark.parametrize("algorithm", ["auto", "fa2", "standard"])
 def test_a_call_runs_in_the_current_stream(cupy, qkv, algorithm):
     q, k, v = qkv
     want = cufa.attention(q, k, v, algorithm=algorithm)
@@ -43,7 +43,7 @@ def test_a_call_runs_in_the_current_stream(cupy, qkv, algorithm):
     np.testing.assert_array_equal(result, want.get())
 
 
-@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+@pytest.mark.parametrize("algorithm", ["auto", "fa2", "standard"])
 def test_a_call_does_not_wait_for_the_gpu(cupy, qkv, algorithm):
     q, k, v = qkv
     cufa.attention(q, k, v, return_lse=True, algorithm=algorithm)
@@ -59,14 +59,16 @@ def test_a_call_does_not_wait_for_the_gpu(cupy, qkv, algorithm):
     assert not done.done, "the call came back only after earlier work had finished"
 
 
-def test_a_call_can_be_captured_into_a_graph(cupy, qkv):
+@pytest.mark.parametrize("mode", ["Relaxed", "Global"])
+def test_a_call_can_be_captured_into_a_graph(cupy, qkv, mode):
+    """In global mode no memory can be had meanwhile."""
     q, k, v = (a.copy() for a in qkv)
     out = cupy.full_like(q, cupy.nan)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         cufa.attention(q, k, v, causal=True, out=out)
         out.fill(cupy.nan)
-        stream.begin_capture()
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
         cufa.attention(q, k, v, causal=True, out=out)
         graph = stream.end_capture()
         assert cupy.isnan(out).all()
@@ -74,6 +76,48 @@ def test_a_call_can_be_captured_into_a_graph(cupy, qkv):
         graph.launch(stream)
         stream.synchronize()
     np.testing.assert_array_equal(out.get(), cufa.attention(q, k, v, causal=True).get())
+
+
+def test_a_graph_of_several_calls_may_be_launched_again_and_again(cupy, qkv):
+    q, k, v = qkv
+    outs = [cupy.empty_like(q) for _ in range(3)]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        want = cufa.attention(q, k, v)
+        stream.begin_capture()
+        for out in outs:
+            cufa.attention(q, k, v, out=out)
+        graph = stream.end_capture()
+        for _ in range(20):
+            for out in outs:
+                out.fill(cupy.nan)
+            graph.launch(stream)
+            assert all(bool((out == want).all()) for out in outs)
+
+
+def test_calls_in_several_streams_at_once_do_not_disturb_each_other(cupy):
+    """Kernels that hand out their work by a counter need one for each."""
+    problems = [normal(cupy, 3, 1, 4, 1000 + 300 * i, 64, seed=i) for i in range(4)]
+    want = [cufa.attention(*qkv).get() for qkv in problems]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in problems]
+    cupy.cuda.Device().synchronize()
+    outs = []
+    for _ in range(50):
+        for stream, qkv in zip(streams, problems, strict=True):
+            with stream:
+                outs.append(cufa.attention(*qkv))
+    cupy.cuda.Device().synchronize()
+    for i, out in enumerate(outs):
+        np.testing.assert_array_equal(out.get(), want[i % len(want)])
+
+
+def test_calls_on_many_arrays_of_one_shape_each_read_their_own(cupy):
+    arrays = [normal(cupy, 3, 1, 1, 70, 64, seed=i) for i in range(40)]
+    for i, qkv in enumerate(arrays):
+        q, k, v = qkv[0], qkv[1], arrays[i - 1][2]
+        out = cufa.attention(q, k, v)
+        assert_within_rounding(out, exact(q.get(), k.get(), v.get()))
 
 
 def test_threads_may_compile_and_call_at_once(cupy, monkeypatch, tmp_path):
@@ -146,7 +190,7 @@ def test_more_elements_than_32_bits_count(cupy):
     assert_within_rounding(out, exact(*last, window=window))
 
 
-@pytest.mark.parametrize("algorithm", ["fa2", "standard"])
+@pytest.mark.parametrize("algorithm", ["auto", "fa2", "standard"])
 @pytest.mark.parametrize(("batch", "heads"), [(65535, 1), (65537, 2), (1, 100_000), (100_000, 1)])
 def test_batch_and_heads_have_no_limit_of_16_bits(cupy, batch, heads, algorithm):
     q, k, v = normal(cupy, 3, batch, heads, 3, 8)
@@ -155,7 +199,7 @@ def test_batch_and_heads_have_no_limit_of_16_bits(cupy, batch, heads, algorithm)
     assert_within_rounding(out[-2:], exact(*last, causal=True))
 
 
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2", "standard"])
+@pytest.mark.parametrize("algorithm", ["auto", "fa1", "fa2", "standard"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_results_are_the_same_bits_every_time(cupy, dtype, algorithm):
     q, k, v = normal(cupy, 3, 4, 8, 300, 72, dtype=dtype)
@@ -234,7 +278,7 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(cupy):
     assert b".target sm_" in code
 
 
-@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+@pytest.mark.parametrize("algorithm", ["auto", "fa1", "fa2"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_long_sequences_agree_with_the_oracle(cupy, dtype, algorithm):
     if dtype == "bfloat16":

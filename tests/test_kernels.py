@@ -60,7 +60,6 @@ def answers() -> list[Config | None]:
         answer(spec, arch, *facts)
         for spec in KERNELS
         for arch in ARCHS
-        if arch >= spec.min_arch
         for facts in product(spec.dtypes, HEAD_DIMS, HEAD_DIMS, LENGTHS, Scores, (False, True))
         if spec.limit(facts[0], max(facts[1:3]), Device.of_arch(arch)) is None
     ]

@@ -19,7 +19,7 @@ from paper_machine import PaperMachine
 
 from cufa import gpu as package
 from cufa.arrays import Arrays, sign
-from cufa.gpu import launch, plan, registry
+from cufa.gpu import launch, plan
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS, Buffers
 from cufa.gpu.plan import make_plan
@@ -28,14 +28,6 @@ from cufa.gpu.warmup import _call, _Features
 from cufa.problem import Problem, Signature, make_problem
 
 H200 = replace(Device.of_arch(90), sm_count=132)
-#: A kernel that there is, with what a persistent one is told.
-SPEC = replace(registry.KERNELS[0], one_arch=True, min_arch=90, tma=True, persistent=True)
-
-
-@pytest.fixture(autouse=True)
-def persistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it the only kernel."""
-    monkeypatch.setattr(registry, "KERNELS", (SPEC,))
 
 
 def problem(seqlen: int, batch: int = 1, heads: int = 1) -> Problem:
@@ -68,26 +60,24 @@ def test_boxes_are_as_high_as_the_tiles():
     assert k.box[1] == v.box[1] == step.key.config.block_n
 
 
-def call(*shape: int) -> tuple[Signature, Arrays]:
-    q = np.zeros(shape, np.float16)
+def call(algorithm: str) -> tuple[Signature, Arrays]:
+    q = np.zeros((3, 100, 64), np.float16)
     arrays = Arrays(q, q, q)
-    return sign(arrays, False, None, None, None, "bhsd", False, "auto"), arrays
+    return sign(arrays, False, None, None, None, "bhsd", False, algorithm), arrays
 
 
 def test_each_launch_asks_the_machine_for_a_counter():
     machine = PaperMachine(H200)
     for _ in range(2):
-        launch.run(machine, *call(3, 100, 64))
+        launch.run(machine, *call("fa3"))
     assert [buffers.tickets for _, buffers in machine.launched] == machine.counters
     assert len(machine.counters) == 2
     assert all(step.tickets and len(step.maps) == 3 for step, _ in machine.launched)
 
 
-def test_other_kernels_have_neither_counter_nor_maps(monkeypatch: pytest.MonkeyPatch):
-    plain = replace(SPEC, tma=False, persistent=False)
-    monkeypatch.setattr(registry, "KERNELS", (plain,))
+def test_other_kernels_have_neither_counter_nor_maps():
     machine = PaperMachine(H200)
-    launch.run(machine, *call(3, 100, 64))
+    launch.run(machine, *call("fa2"))
     step, buffers = machine.launched[0]
     assert not step.tickets
     assert step.maps == ()

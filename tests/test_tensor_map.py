@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from cufa.arrays import Arrays, are_aligned, sign
 from cufa.errors import BuildError
 from cufa.gpu.device import Device
-from cufa.gpu.registry import KernelSpec
+from cufa.gpu.registry import KERNELS
 from cufa.gpu.tensor_map import MAP_BYTES, TensorMap
 from cufa.problem import Problem, make_problem
 from cufa.testing import Case, cases, memories
 
-SPEC = KernelSpec(
-    "none", "fa2", ("float16", "bfloat16"), 256, 90, aligned=True, one_arch=True, tma=True
-)
+SPEC = next(spec for spec in KERNELS if spec.tma)
 H200 = Device.of_arch(90)
 SIZES = {"batch": 2, "kv_heads": 3, "seqlen_q": 40, "seqlen_k": 40, "rank": 4, "layout": "bhsd"}
 
@@ -76,6 +74,25 @@ def test_every_call_has_maps_or_a_reason(case: Case):
             TensorMap.of_rows(operand, 64)
 
 
+@pytest.mark.gpu
+@given(
+    case=cases(
+        dtypes=["float16", "bfloat16"],
+        head_dims=st.integers(1, 32).map(lambda n: 8 * n),
+        features=(),
+        max_elements=1 << 20,
+    )
+)
+def test_the_driver_takes_every_map(cupy: Any, case: Case):
+    if int(cupy.cuda.Device().compute_capability) < 90:
+        pytest.skip("the driver makes tensor maps from sm_90 on only")
+    arrays = case.arrays(cupy)
+    problem = problem_of(*arrays, layout=case.layout)
+    assume(SPEC.refusal(problem, H200) is None)
+    for operand, a in zip((problem.q, problem.k, problem.v), arrays, strict=True):
+        assert len(TensorMap.of_rows(operand, 64).encoded(a.data.ptr)) == MAP_BYTES
+
+
 ONE = Case(**SIZES, dtype="float16")
 
 
@@ -103,7 +120,7 @@ def strided(name: str, *strides: int) -> dict[str, Any]:
         ({"aligned": False}, "needs rows of q, k, v and out that start at multiples of 16 bytes"),
         ({"dtype": "float32"}, "takes float16 or bfloat16"),
         ({"head_dim_v": 264}, "takes head_dim up to 256"),
-        ({"algorithm": "fa1"}, "is algorithm 'fa2'"),
+        ({"algorithm": "fa1"}, "is algorithm 'fa3'"),
     ],
 )
 def test_what_no_map_describes_is_refused_with_the_reason(changed, reason):

@@ -13,6 +13,7 @@ import pytest
 from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_machine import PaperMachine
 from rich.console import Console
 
 import cufa
@@ -48,7 +49,7 @@ cufa.attention = wrong
 
 def on_any(*arrays, algorithm="auto", **options):
     """Attention in NumPy, in the place of kernels of any algorithm too."""
-    if algorithm == "fa1":
+    if algorithm in ("fa1", "fa3"):
         algorithm = "fa2"
     return cufa.attention(*arrays, algorithm=algorithm, **options)
 
@@ -178,7 +179,9 @@ def test_only_the_dtype_wished_for_is_drawn(dtype):
     assert {seen[1] for seen in find(dtypes=[dtype], max_examples=20)[1]} == {dtype}
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd_simt", "standard"])
+@pytest.mark.parametrize(
+    "kernel", ["cpu", "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd_simt", "standard"]
+)
 def test_only_the_kernel_wished_for_is_held(kernel):
     _, seen = find(on_any, backends=(CPU, CARD), kernels=[kernel], max_examples=20)
     assert {name for name, *_ in seen} == {kernel}
@@ -267,28 +270,6 @@ def test_the_script_makes_the_case_it_is_about(case):
     compile(make_script(case, "cupy"), "script", "exec")
 
 
-class Recorder:
-    """A machine of NumPy arrays that runs nothing."""
-
-    def __init__(self):
-        self.launched = []
-
-    def device(self, ordinal):
-        return CARD.device
-
-    def kernel(self, key, ordinal):
-        return key.kernel
-
-    def empty(self, shape, dtype):
-        return np.empty(shape, dtype)
-
-    def contiguous(self, a, dtype):
-        return np.ascontiguousarray(a, dtype)
-
-    def launch(self, kernel, step, buffers):
-        self.launched.append(kernel)
-
-
 def rendered(tally):
     """What a terminal shows of it."""
     console = Console(file=io.StringIO(), width=100)
@@ -337,13 +318,13 @@ def test_the_table_at_the_end_has_the_quantiles_of_the_errors(capsys):
 @given(case=cases(batch=1, seqlen_q=st.integers(1, 200)))
 def test_the_kernel_named_is_the_one_launched(case):
     arrays, options = case.arrays(np), case.options(np)
-    machine = Recorder()
+    machine = PaperMachine(CARD.device)
     given = {n: a for n, a in options.items() if n in Arrays._fields}
     plain = {n: a for n, a in options.items() if n not in Arrays._fields}
     held = Arrays(*arrays, **given)
     call = sign(held, **plain, return_lse=True, algorithm="auto")
     launch.run(machine, call._replace(aligned=are_aligned(held)), held)
-    assert machine.launched == [CARD.kernel(*arrays, **options)]
+    assert [step.key.kernel for step, _ in machine.launched] == [CARD.kernel(*arrays, **options)]
 
 
 @settings(max_examples=30)

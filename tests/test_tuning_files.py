@@ -31,7 +31,7 @@ def test_rows_have_the_columns_of_the_table():
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of a file that is in order."""
-    key = key_of(workload(64, 64), CARD, "auto")
+    key = key_of(workload(64, 64), CARD, "fa2")
     path = tmp_path_factory.mktemp("tuning") / "t.json"
     tuning.write(path, CARD, [row_of(key, TILES[0], 512), row_of(key, TILES[1])], [[], []])
     return json.loads(path.read_text())
@@ -56,7 +56,7 @@ def read(tmp_path: Path, content: Any, cards: list[str]) -> Tuned:
 
 def test_what_is_written_is_what_is_read(tmp_path, content):
     found = read(tmp_path, content, [CARD.name])
-    key = key_of(workload(64, 64), CARD, "auto")
+    key = key_of(workload(64, 64), CARD, "fa2")
     assert found.rows == (row_of(key, TILES[0], 512), row_of(key, TILES[1]))
     assert found.devices[0] == CARD.name
 

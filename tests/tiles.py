@@ -28,6 +28,8 @@ MODIFIED: dict[str, list[Any]] = {
 }
 #: Kernels that take aligned arrays only.
 ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
+#: Kernels that take what a tensor map describes only.
+BY_TMA = {spec.name for spec in KERNELS if spec.tma}
 #: Units compiled for each tile of an architecture.
 UNITS = 2
 
@@ -59,7 +61,7 @@ def places(arch: int) -> dict[Place, list[Member]]:
     found: dict[Place, dict[Member, None]] = defaultdict(dict)
     device = Device.of_arch(arch)
     for spec in KERNELS:
-        if arch < spec.min_arch:
+        if spec.limit(spec.dtypes[0], 1, device) is not None:
             continue
         dims = [d for d in HEAD_DIMS if d <= spec.max_head_dim]
         facts = product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))

@@ -52,6 +52,7 @@ class _Row(NamedTuple):
 
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
 _TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
+_HOPPER = Device.of_arch(90)
 ANY = 1 << 62
 _OPEN, _PLAIN, _MODIFIED = Scores
 
@@ -157,10 +158,10 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
     if kernel == "fa3_fwd_sm90":
-        d, dv = round_up(head_dim, 64), round_up(head_dim_v, 64)
-        rest = size * config.stages * n * (d + dv) + 512
-        q = size * m * d
-        return rest + (2 * q if rest + 2 * q <= 232448 else q)
+        d, dv, barriers = round_up(head_dim, 64), round_up(head_dim_v, 64), 512
+        q, keys = size * m * d, size * config.stages * n * (d + dv)
+        whole = 2 * q + keys + barriers  # Q of the next tile too, if there is room
+        return whole if whole <= _HOPPER.shared_memory else whole - q
     if kernel == "fa1_fwd":
         slices = config.threads // 32
         k, partial_outputs = size * n * head_dim, 4 * (slices - 1) * m * head_dim_v
@@ -217,7 +218,7 @@ def get_best_config(
     window : bool, default False
         True: the call has a window that bounds the keys on the left.
     kernel : str, default the one that "auto" takes for aligned arrays
-        "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
+        "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
     arch : int, default 90
         Compute capability times 10.
 

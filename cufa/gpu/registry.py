@@ -80,16 +80,18 @@ def _fault_for_tma(name: str, a: Operand) -> str | None:
     return None
 
 
+_16_BITS, _WIDER, _UP_TO_FLOAT = FLOAT_DTYPES[:2], FLOAT_DTYPES[2:], FLOAT_DTYPES[:3]
+
 # fmt: off
 KERNELS = (
-    #          name            algorithm  dtypes                     head_dim<= arch>= aligned
-    KernelSpec("fa3_fwd_sm90", "fa3",     ("float16", "bfloat16"),         256,    90, True, one_arch=True, tma=True, persistent=True),
-    KernelSpec("fa2_fwd",      "fa2",     ("float16", "bfloat16"),         256,    80, True),
-    KernelSpec("fa2_fwd",      "fa2",     ("float32", "float64"),          128,    80, True),
-    KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES,                    256,    70, False),
-    KernelSpec("fa1_fwd",      "fa1",     ("float16", "bfloat16"),         128,    80, True),
-    KernelSpec("fa1_fwd_simt", "fa1",     FLOAT_DTYPES[:3],                256,    70, False),
-    KernelSpec("fa1_fwd_simt", "fa1",     ("float64",),                    128,    70, False),
+    #          name            algorithm  dtypes      dim<= arch>= aligned one_arch tma   persistent
+    KernelSpec("fa3_fwd_sm90", "fa3",     _16_BITS,     256,    90, True,   True,    True, True),
+    KernelSpec("fa2_fwd",      "fa2",     _16_BITS,     256,    80, True),
+    KernelSpec("fa2_fwd",      "fa2",     _WIDER,       128,    80, True),
+    KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES, 256,    70, False),
+    KernelSpec("fa1_fwd",      "fa1",     _16_BITS,     128,    80, True),
+    KernelSpec("fa1_fwd_simt", "fa1",     _UP_TO_FLOAT, 256,    70, False),
+    KernelSpec("fa1_fwd_simt", "fa1",     ("float64",), 128,    70, False),
 )
 # fmt: on
 

@@ -16,6 +16,8 @@ from typing import Any
 import cufa
 from cufa import cpu
 from cufa.errors import ArgumentError
+from cufa.gpu.device import get_device
+from cufa.gpu.registry import KERNELS
 from cufa.options import ALGORITHMS, FLOAT_DTYPES
 from cufa.tools import layer, peers, picture
 from cufa.tools.console import counting, print_table
@@ -78,9 +80,7 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
     works = workloads(options, rig)
     chosen, missing = peers.open_all(choose_peers(options, rig))
     _check_outputs(options)
-    algorithms = options.algorithm or [
-        a for a in _ALGORITHMS if rig.backend == "cupy" or a in cpu.ALGORITHMS
-    ]
+    algorithms = options.algorithm or [a for a in _ALGORITHMS if _is_there(a, rig)]
     facts = {"cufa": cufa.__version__, **rig.facts, **peers.versions()}
     report = Report(rig.backend, facts, options.rounds, missing)
     steps = options.rounds * (len(algorithms) + len(chosen))
@@ -99,6 +99,17 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
     else:
         _print(report)
     return 0 if any(result.figures for result in report.results) else 1
+
+
+def _is_there(algorithm: str, rig: Rig) -> bool:
+    """Whether what a rig measures has an algorithm for anything."""
+    if rig.backend == "numpy":
+        return algorithm in cpu.ALGORITHMS
+    device = get_device(rig.xp.cuda.runtime.getDevice())
+    return algorithm == "standard" or any(
+        spec.algorithm == algorithm and spec.limit(spec.dtypes[0], 1, device) is None
+        for spec in KERNELS
+    )
 
 
 def workloads(options: argparse.Namespace, rig: Rig) -> list[Workload]:

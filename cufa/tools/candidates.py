@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import product
 
@@ -52,13 +52,28 @@ def _fa1_fwd(c: Config, size: int, d: int, dv: int) -> bool:
     )
 
 
+def _fa3_fwd_sm90(c: Config, size: int, d: int, dv: int) -> bool:
+    # Of a thread of the warpgroups that compute; each has 64 rows, and one more loads.
+    registers = 160 if c.block_m == 192 else 240
+    scores, weights, output = c.block_n // 2, c.block_n // 4, dv // 2
+    return scores + weights + output < registers
+
+
 #: What each kernel asserts of its tile, given the size of an element in shared memory, and head_dim
 #: and head_dim_v rounded up to a multiple of 32. A kernel without a line here gets every neighbour,
 #: and its compiler says which will not do.
 _RULES: dict[str, Callable[[Config, int, int, int], bool]] = {
+    "fa3_fwd_sm90": _fa3_fwd_sm90,
     "fa2_fwd": _fa2_fwd,
     "fa2_fwd_simt": _fa2_fwd_simt,
     "fa1_fwd": _fa1_fwd,
+}
+#: All tiles of kernels where threads go with the rows of a block, so that neighbours have few.
+_LISTED: dict[str, Sequence[Config]] = {
+    "fa3_fwd_sm90": [
+        Config(m, n, 128 * (m // 64 + 1), stages, 1)
+        for m, n, stages in product((64, 128, 192), range(32, 257, 32), (2, 3))
+    ],
 }
 
 
@@ -67,7 +82,10 @@ def candidates(
 ) -> list[Config]:
     """Tiles to try, those most like `first` first, `first` itself left out."""
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
-    found = {c for base in _of_table(kernel, dtype, device) for c in _neighbours(base)}
+    if kernel in _LISTED:
+        found = {*_LISTED[kernel]}
+    else:
+        found = {c for base in _of_table(kernel, dtype, device) for c in _neighbours(base)}
     rule, size = _RULES.get(kernel), element_bytes(kernel, dtype)
     fitting = [
         c
