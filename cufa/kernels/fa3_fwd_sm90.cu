@@ -94,11 +94,10 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     const KeyRange keys = job.keys;
     for (int n = keys.last - 1; n >= keys.first; --n) {
       pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);
-      if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
       load_owed();
+      if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
       owed_block = n, owed_head = tile.kv_head, owed_batch = tile.batch;
     }
-    if constexpr (kQBuffers == 1) load_owed();
   });
 }
 
@@ -127,7 +126,7 @@ struct Consumer {
       while (true) {
         finish_keys();
         kind = pipes.path.next();
-        if (kQBuffers == 1 || !Job::is_tile(kind)) break;
+        if (!Job::is_tile(kind)) break;
         end_and_begin();
       }
       end();
@@ -151,32 +150,31 @@ struct Consumer {
     ptx::wgmma_wait_group<1>();
   }
 
-  // O, and with it the right to overwrite the weights.
-  DEVICE void wait_for_output() {
-    ptx::wgmma_wait_group<0>();
-    pipes.v.give_back();
-  }
-
   // The last block of keys, which is the first that a tile takes.
   DEVICE void begin() {
     Scores s;
+    issue_first(s);
+    weigh_first(s);
+  }
+
+  DEVICE void issue_first(Scores& s) {
     pipes.q.wait_full();
     pipes.k.wait_full();
     issue_nt<kHeadDim / 16>(s, pipes.q.tile(), 64 * warpgroup, pipes.k.tile());
-    ptx::wgmma_wait_group<0>();
-    pipes.k.give_back();
-    weigh_first(s, softmax);
-    weights = narrow(s);
-    o.clear();
   }
 
-  DEVICE void weigh_first(Scores& s, OnlineSoftmax<2>& fresh) const {
-    const Job& job = pipes.path.latest();
+  DEVICE void weigh_first(Scores& s) {
+    const Job& job = pipes.path.due();
     const int n = job.keys.last - 1;
+    ptx::wgmma_wait_group<0>();
+    pipes.k.give_back();
+    if (n == job.keys.first) pipes.q.give_back();
     score_mod(s, p, job.tile, n * kBlockN);
     if (job.keys.is_partial(n)) apply_mask(s, p, job.tile, n * kBlockN);
-    fresh = OnlineSoftmax<2>(p);
-    fresh.update_apart(s, [](int, Real) {});  // there is no output yet
+    softmax = OnlineSoftmax<2>(p);
+    softmax.update_apart(s, [](int, Real) {});  // there is no output yet
+    weights = narrow(s);
+    o.clear();
   }
 
   // All other blocks. Those that lie inside every row's bounds come between those that do not.
@@ -186,18 +184,18 @@ struct Consumer {
     int n = keys.last - 2;
     if constexpr (kBlind) {
       const int blind = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
-      for (; n >= max_of(keys.first, blind); --n) step<false>(job, n);
-      for (; n >= max_of(keys.first, keys.whole_first); --n) step<true>(job, n);
+      for (; n >= max_of(keys.first, blind); --n) step<false>(job, n, keys.first);
+      for (; n >= max_of(keys.first, keys.whole_first); --n) step<true>(job, n, keys.first);
     }
     if constexpr (!kBlind || kLeft)
-      for (; n >= keys.first; --n) step<false>(job, n);
-    pipes.q.give_back();
+      for (; n >= keys.first; --n) step<false>(job, n, keys.first);
   }
 
   // Block n is weighed while O += P V of the block before is under way.
-  template <bool kIsBlind> DEVICE void step(const Job& job, int n) {
+  template <bool kIsBlind> DEVICE void step(const Job& job, int n, int first) {
     Scores s;
     multiply(s);
+    if (n == first) pipes.q.give_back();
     score_mod(s, p, job.tile, n * kBlockN);
     bool moved = false;
     Real factors[2];
@@ -209,7 +207,8 @@ struct Consumer {
       softmax.update_apart(s, follow);
     }
     pipes.k.give_back();
-    wait_for_output();
+    ptx::wgmma_wait_group<0>();  // O is there, and the weights may be overwritten
+    pipes.v.give_back();
     weights = narrow(s);
     if (moved) {
 #pragma unroll
@@ -217,30 +216,30 @@ struct Consumer {
     }
   }
 
-  DEVICE void end() {
+  DEVICE void issue_last() {
     pipes.v.wait_full();
     issue_nn(o, weights, pipes.v.tile());
-    wait_for_output();
+  }
+
+  DEVICE void end() {
+    issue_last();
+    ptx::wgmma_wait_group<0>();
     store();
   }
 
-  // `end`, with the first block of the next tile under it.
+  // `end`, with the first product of the next tile under it.
   DEVICE void end_and_begin() {
     Scores s;
-    OnlineSoftmax<2> next_softmax(p);
-    pipes.q.wait_full();
-    multiply(s);
-    pipes.k.give_back();
-    weigh_first(s, next_softmax);
-    wait_for_output();
-    weights = narrow(s);
+    issue_last();
+    issue_first(s);
+    ptx::wgmma_wait_group<1>();
     store();
-    softmax = next_softmax;
-    o.clear();
+    weigh_first(s);
   }
 
-  // Not of a warp that gives up, before the second time; then not of the others.
+  // The results; not of a warp that gives up, before the second time; then not of the others.
   DEVICE void store() {
+    pipes.v.give_back();
     const Job& job = pipes.path.due();
     const bool again = job.kind == JobKind::kAgain;
     const bool give_up = kBlind && !again && softmax.is_lost(o);
