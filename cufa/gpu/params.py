@@ -41,8 +41,7 @@ _FIELDS = (
     + [(name, _DIVISOR) for name in ("heads", "group", "tiles")]
     + [(name, "i4") for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
     + [(name, "i4") for name in ("rows_per_block", "diagonal", "left", "right")]
-    + [(name, _DIVISOR) for name in ("section", "section_tiles")]
-    + [("tile_count", "i4")]
+    + [(name, "i4") for name in ("tile_count", "section")]
 )
 _PADDING = -np.dtype(_FIELDS, align=True).itemsize % MAP_ALIGNMENT
 PARAMS = np.dtype([*_FIELDS, ("padding", "u1", _PADDING)], align=True)
@@ -59,7 +58,7 @@ def make_params(
     """The parameters of one launch, one opaque item, shape (1,), every pointer and map 0.
 
     `tiles` is the number of query tiles of one head, or of ranges of them, and `section` that of
-    heads whose tiles are worked on together.
+    heads whose longest tiles are worked on together.
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):
@@ -80,8 +79,7 @@ def make_params(
         p[name] = getattr(problem, name)
     band = problem.band
     p["diagonal"], p["left"], p["right"] = band.diagonal, band.left or 0, band.right or 0
-    p["section"], p["section_tiles"] = divisor(section), divisor(section * tiles)
-    p["tile_count"] = problem.batch * problem.heads * tiles
+    p["tile_count"], p["section"] = problem.batch * problem.heads * tiles, section
     return p.view(_OPAQUE)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -197,13 +196,10 @@ def _maps(problem: Problem, config: Config) -> tuple[TensorMap, ...]:
 
 def section(problem: Problem) -> int:
     """How many query heads, of those of all batches, are worked on together: so many that their
-    keys and values fit L2, a divisor of all, and whole groups that share a key/value head."""
+    keys and values fit L2, and whole groups that share a key/value head."""
     bytes_per_key = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     fitting = _L2_BYTES // max(1, problem.seqlen_k * bytes_per_key)
-    kv_heads = problem.batch * problem.kv_heads
-    divisors = (d for d in range(1, math.isqrt(kv_heads) + 1) if kv_heads % d == 0)
-    both = (n for d in divisors for n in (d, kv_heads // d))
-    return problem.group * max((n for n in both if n <= fitting), default=1)
+    return problem.group * max(1, min(fitting, problem.batch * problem.kv_heads))
 
 
 def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:

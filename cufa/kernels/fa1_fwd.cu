@@ -77,7 +77,7 @@ fa1_fwd(const __grid_constant__ Params p) {
       ptx::bar_sync();                          // maxima over all slices are here; Q_i was used
       if (i + 1 < tiles.last) load_q(i + 1);    // runs under all that follows
       tops.max(s, top);
-      exponentials(s, top, scale, sum);         // S becomes P~
+      exponentials_and_sums(s, top, scale, sum);  // S becomes P~
       sums.put(s, sum);
       const auto weights = narrow(s);
       const auto load_rows = [&] {

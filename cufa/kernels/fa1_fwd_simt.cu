@@ -76,7 +76,7 @@ fa1_fwd_simt(const __grid_constant__ Params p) {
       tops.put(s, top);
       ptx::bar_sync();                          // maxima of both halves are here; Q_i was used
       tops.max(s, top);
-      exponentials(s, top, scale, sum);         // S becomes P~
+      exponentials_and_sums(s, top, scale, sum);  // S becomes P~
       sums.put(s, sum);
       store_tile(p_smem, s);
       ptx::bar_warp_sync();                     // P~ of the rows of half a warp is here

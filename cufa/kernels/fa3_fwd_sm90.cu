@@ -6,10 +6,10 @@
 //   grid  at most one block for each multiprocessor: blocks stay, and take tile after tile
 //   block warpgroups that compute, of 64 rows each; then one that loads
 //   smem  kQBuffers tiles of Q, kStages each of K and V, mbarriers
+#include "attn/block_softmax.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
 #include "attn/score_mod.cuh"
-#include "attn/softmax.cuh"
 #include "attn/tile_path.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/elect.cuh"
@@ -107,6 +107,7 @@ struct Consumer {
   Pipelines pipes;
   const int warpgroup;
   Output o;
+  bool fresh;       // O of this tile has not begun: the next product is all of it
   Weights weights;  // P of the latest block, whose product with V is still to come
   OnlineSoftmax<2> softmax;
 
@@ -126,7 +127,7 @@ struct Consumer {
       while (true) {
         finish_keys();
         kind = pipes.path.next();
-        if (!Job::is_tile(kind)) break;
+        if (kQBuffers == 1 || !Job::is_tile(kind)) break;
         end_and_begin();
       }
       end();
@@ -145,7 +146,8 @@ struct Consumer {
     pipes.k.wait_full();
     issue_nt<kHeadDim / 16>(s, q, 64 * warpgroup, k);
     pipes.v.wait_full();
-    issue_nn(o, weights, v);
+    issue_nn(o, weights, v, !fresh);
+    fresh = false;
     if constexpr (kTakeTurns) ptx::bar_arrive(kTurn + (warpgroup + 1) % kConsumers, 256);
     ptx::wgmma_wait_group<1>();
   }
@@ -171,10 +173,10 @@ struct Consumer {
     if (n == job.keys.first) pipes.q.give_back();
     score_mod(s, p, job.tile, n * kBlockN);
     if (job.keys.is_partial(n)) apply_mask(s, p, job.tile, n * kBlockN);
-    softmax = OnlineSoftmax<2>(p);
-    softmax.update_apart(s, [](int, Real) {});  // there is no output yet
+    row_maxima(s, softmax.m);
+    exponentials(s, softmax.m, softmax.scale, softmax.l);
     weights = narrow(s);
-    o.clear();
+    fresh = true;
   }
 
   // All other blocks. Those that lie inside every row's bounds come between those that do not.
@@ -218,7 +220,7 @@ struct Consumer {
 
   DEVICE void issue_last() {
     pipes.v.wait_full();
-    issue_nn(o, weights, pipes.v.tile());
+    issue_nn(o, weights, pipes.v.tile(), !fresh);
   }
 
   DEVICE void end() {

@@ -14,7 +14,7 @@ template <class Scores> DEVICE void row_maxima(Scores& s, Real (&top)[Scores::kR
   }
 }
 
-// s becomes P~ = exp2(scale * (s - top)); `sum` its row sums over the same keys.
+// s becomes P~ = exp2(scale * (s - top)); `sum` is this lane's part of its row sums.
 template <class Scores>
 DEVICE void exponentials(Scores& s, const Real (&top)[Scores::kRows], Real scale,
                          Real (&sum)[Scores::kRows]) {
@@ -40,8 +40,16 @@ DEVICE void exponentials(Scores& s, const Real (&top)[Scores::kRows], Real scale
       s.at(r, c) = exp2_of(s.at(r, c) * scale - base);
       sum[r] += s.at(r, c);
     }
-    sum[r] = row_sum<Scores::kRowLanes>(sum[r]);
   }
+}
+
+// The same, with whole row sums.
+template <class Scores>
+DEVICE void exponentials_and_sums(Scores& s, const Real (&top)[Scores::kRows], Real scale,
+                                  Real (&sum)[Scores::kRows]) {
+  exponentials(s, top, scale, sum);
+#pragma unroll
+  for (int r = 0; r < Scores::kRows; ++r) sum[r] = row_sum<Scores::kRowLanes>(sum[r]);
 }
 
 // exp2(scale * (from - to)) as `exponentials` rounds it, so that weights relative to `from` become

@@ -44,9 +44,8 @@ struct Params {
   i32 rows_per_block;         // a multiple of kBlockM, where blocks have ranges of tiles
   i32 diagonal, left, right;  // row i sees keys i + diagonal - left .. i + diagonal + right
 
-  // The order of work where blocks take tiles as they come: section by section, so many heads of
-  // batch * heads that their keys and values fit L2 together.
-  Divisor section, section_tiles;  // heads of a section, and their tiles
-  i32 tile_count;                  // tiles of all heads
+  // Where blocks take tiles as they come
+  i32 tile_count;  // of all heads
+  i32 section;     // so many heads that their keys and values fit L2 together
 };
 static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");

@@ -16,16 +16,25 @@ struct Tile {
     place(p, sequence_head);
   }
 
-  // Tile `number` of all, in the order in which blocks that stay take them. Where the longest come
-  // first, it is in sections of heads, so that the keys and values in use still fit the L2 cache.
-  DEVICE static Tile in_turn(const Params& p, u32 number) {
+  // Tile `number` in the order in which blocks that stay take them. Where later rows see more keys,
+  // the longest tiles come first, that the last to start be short: of all heads the later half,
+  // then the later half of the rest, and so on. Each half goes by sections of heads whose keys fit
+  // L2 together; half as many keys of twice as many heads do.
+  DEVICE static Tile in_turn(const Params& p, int number) {
     if constexpr (!kRight) return Tile(p, number);
-    const int section = p.section_tiles.quotient(number);
-    const int within = number - section * p.section_tiles.value;
-    const int rank = p.section.quotient(within);  // of the tile in its head
+    const int heads = p.tile_count / p.tiles.value;  // of all sequences
+    int section = p.section, end = p.tiles.value, count = end - end / 2;
+    while (number >= count * heads) {
+      number -= count * heads;
+      end /= 2;
+      count = end - end / 2;
+      section = min_of(2 * section, heads);
+    }
+    const int first = number / (section * count) * section;  // head of the section
+    const int width = min_of(section, heads - first), place = number - first * count;
     Tile tile;
-    tile.place(p, section * p.section.value + within - rank * p.section.value);
-    tile.row0 = (p.tiles.value - 1 - rank) * kBlockM;
+    tile.row0 = (end - 1 - place / width) * kBlockM;
+    tile.place(p, first + place % width);
     return tile;
   }
 

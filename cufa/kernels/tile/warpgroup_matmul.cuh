@@ -33,19 +33,19 @@ DEVICE void issue_nt(MmaFragment<1, kColTiles>& s, SwizzledTile<kRowsA, kDepth> 
   ptx::wgmma_commit_group();
 }
 
-// o += p v.
+// o = p v, plus o if `add`.
 template <int kColTiles, int kSteps, int kCols>
 DEVICE void issue_nn(MmaFragment<1, kColTiles>& o, const OperandFragment<1, kSteps>& p,
-                     SwizzledTile<kSteps * 16, kCols> v) {
+                     SwizzledTile<kSteps * 16, kCols> v, bool add) {
   const u64 from_v = descriptor<kSteps * 16>(v.base);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     const u64 v_k = from_v + k * (16 * 128 / 16);  // 16 rows on
     if constexpr (kDType == kBFloat16)
-      ptx::wgmma_m64k16_bf16_rs<true>(o.x[0], p.x[0][k], v_k, true);
+      ptx::wgmma_m64k16_bf16_rs<true>(o.x[0], p.x[0][k], v_k, k > 0 || add);
     else
-      ptx::wgmma_m64k16_f16_rs<true>(o.x[0], p.x[0][k], v_k, true);
+      ptx::wgmma_m64k16_f16_rs<true>(o.x[0], p.x[0][k], v_k, k > 0 || add);
   }
   ptx::wgmma_commit_group();
 }
