@@ -205,6 +205,8 @@ struct Consumer {
     if constexpr (kIsBlind) {  // the block lies inside every row's bounds
       softmax.update_blind(s, follow);
     } else {
+      // Few, where there are blind ones: better no weights in registers beside the mask's numbers.
+      if constexpr (kBlind) ptx::wgmma_wait_group<0>();
       apply_mask(s, p, job.tile, n * kBlockN);
       softmax.update_apart(s, follow);
     }
@@ -225,8 +227,7 @@ struct Consumer {
 
   DEVICE void end() {
     issue_last();
-    ptx::wgmma_wait_group<0>();
-    store();
+    store<0>();
   }
 
   // `end`, with the first product of the next tile under it.
@@ -234,21 +235,24 @@ struct Consumer {
     Scores s;
     issue_last();
     issue_first(s);
-    ptx::wgmma_wait_group<1>();
-    store();
+    store<1>();
     weigh_first(s);
   }
 
-  // The results; not of a warp that gives up, before the second time; then not of the others.
-  DEVICE void store() {
-    pipes.v.give_back();
+  // The results, when at most kPending products are under way; not of a warp that gives up, before
+  // the second time, and then not of the others.
+  template <int kPending> DEVICE void store() {
     const Job& job = pipes.path.due();
+    Real factors[2], lse[2];
+    softmax.end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
+    ptx::wgmma_wait_group<kPending>();
+    pipes.v.give_back();
     const bool again = job.kind == JobKind::kAgain;
     const bool give_up = kBlind && !again && softmax.is_lost(o);
     if (!give_up && (!again || pipes.path.gave_up())) {
       const Tile tile = job.tile;
-      Real lse[2];
-      softmax.finish(o, p, tile, lse);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
       store_output(o, p, tile);
       store_lse(o, lse, p, tile);
     }

@@ -155,12 +155,22 @@ template <int kRows> struct OnlineSoftmax {
   // Divides the output by l; returns lse, natural log. A row that saw no key gives 0 and -inf.
   template <class Output>
   DEVICE void finish(Output& o, const Params& p, const Tile& tile, Real (&lse)[kRows]) {
+    Real factors[kRows];
+    end_rows<Output::kRowLanes>(p, tile, factors, lse);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) scale_row(o, r, factors[r]);
+  }
+
+  // The same for an output that is not there yet: what to multiply it by.
+  template <int kRowLanes>
+  DEVICE void end_rows(const Params& p, const Tile& tile, Real (&factors)[kRows],
+                       Real (&lse)[kRows]) const {
     const Real sink = sink_of(p, tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowEnd end = end_row(m[r], row_sum<Output::kRowLanes>(l[r]), scale, sink);
+      const RowEnd end = end_row(m[r], row_sum<kRowLanes>(l[r]), scale, sink);
+      factors[r] = end.factor;
       lse[r] = end.lse;
-      scale_row(o, r, end.factor);
     }
   }
 

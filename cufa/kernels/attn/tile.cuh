@@ -17,23 +17,15 @@ struct Tile {
   }
 
   // Tile `number` in the order in which blocks that stay take them. Where later rows see more keys,
-  // the longest tiles come first, that the last to start be short: of all heads the later half,
-  // then the later half of the rest, and so on. Each half goes by sections of heads whose keys fit
-  // L2 together; half as many keys of twice as many heads do.
+  // the longest tiles come first, that the last to start be short; by sections of heads whose keys
+  // and values fit L2 together.
   DEVICE static Tile in_turn(const Params& p, int number) {
     if constexpr (!kRight) return Tile(p, number);
     const int heads = p.tile_count / p.tiles.value;  // of all sequences
-    int section = p.section, end = p.tiles.value, count = end - end / 2;
-    while (number >= count * heads) {
-      number -= count * heads;
-      end /= 2;
-      count = end - end / 2;
-      section = min_of(2 * section, heads);
-    }
-    const int first = number / (section * count) * section;  // head of the section
-    const int width = min_of(section, heads - first), place = number - first * count;
+    const int first = number / (p.section * p.tiles.value) * p.section;
+    const int width = min_of(p.section, heads - first), place = number - first * p.tiles.value;
     Tile tile;
-    tile.row0 = (end - 1 - place / width) * kBlockM;
+    tile.row0 = (p.tiles.value - 1 - place / width) * kBlockM;
     tile.place(p, first + place % width);
     return tile;
   }
