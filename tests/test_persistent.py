@@ -49,8 +49,7 @@ def test_the_grid_fills_the_card_and_no_more(seqlen, batch, heads, sm_count):
     assert told["tile_count"] == batch * heads * tiles
     assert step.grid == min(plan.slots(step.key, card), told["tile_count"])
     assert told["tiles"]["value"] == tiles
-    assert told["section_tiles"]["value"] == told["section"]["value"] * tiles
-    assert told["tile_count"] % told["section_tiles"]["value"] == 0
+    assert 0 < told["section"] <= batch * heads
 
 
 def test_boxes_are_as_high_as_the_tiles():

@@ -59,10 +59,13 @@ _OPEN, _PLAIN, _MODIFIED = Scores
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _OPEN,     True,  64, False, 512, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 256, False, ANY, Config(128,  32, 384, 2, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True, 128, True,  ANY, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,  90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
@@ -158,10 +161,12 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
     if kernel == "fa3_fwd_sm90":
-        d, dv, barriers = round_up(head_dim, 64), round_up(head_dim_v, 64), 512
+        d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 512
         q, keys = size * m * d, size * config.stages * n * (d + dv)
-        whole = 2 * q + keys + barriers  # Q of the next tile too, if there is room
-        return whole if whole <= _HOPPER.shared_memory else whole - q
+        # Q of the next tile too, if there is room, and unless three warpgroups compute, which have
+        # no registers for two tiles at once.
+        both = 2 * q + keys + control
+        return both if m <= 128 and both <= _HOPPER.shared_memory else both - q
     if kernel == "fa1_fwd":
         slices = config.threads // 32
         k, partial_outputs = size * n * head_dim, 4 * (slices - 1) * m * head_dim_v

@@ -17,8 +17,9 @@ from cufa.options import ITEMSIZE
 from cufa.problem import Problem
 
 _MAX_GRID = (1 << 31) - 1
-#: What keys and values may take of L2.
-_L2_BYTES = 32 << 20
+#: What keys and values of a section may take of L2, and how many query heads it has at least: fewer
+#: would be at too many places of their keys at once.
+_L2_BYTES, _SECTION = 32 << 20, 8
 #: What to load a key block costs, in query tiles that are computed meanwhile.
 _LOAD_TILES = 2
 #: base/config.cuh, enum DType.
@@ -196,10 +197,15 @@ def _maps(problem: Problem, config: Config) -> tuple[TensorMap, ...]:
 
 def section(problem: Problem) -> int:
     """How many query heads, of those of all batches, are worked on together: so many that their
-    keys and values fit L2, and whole groups that share a key/value head."""
+    keys and values fit L2, but no fewer than 8; whole groups that share a key/value head; and
+    sections of one size, where up to twice as many make them so."""
     bytes_per_key = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     fitting = _L2_BYTES // max(1, problem.seqlen_k * bytes_per_key)
-    return problem.group * max(1, min(fitting, problem.batch * problem.kv_heads))
+    kv_heads = max(1, problem.batch * problem.kv_heads)
+    groups = min(kv_heads, max(fitting, -(-_SECTION // problem.group)))
+    sections = -(-kv_heads // groups)
+    even = (n for n in range(sections, 2 * sections) if kv_heads % n == 0)
+    return problem.group * -(-kv_heads // next(even, sections))
 
 
 def ranges(tiles: int, heads: int, key: KernelKey, device: Device) -> int:
