@@ -59,7 +59,7 @@ _OPEN, _PLAIN, _MODIFIED = Scores
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
-    _Row("fa3_fwd_sm90", 2,  90, _OPEN,     True,  64, False, 512, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _OPEN,     True,  64, False, 2048, Config(64,  64, 256, 2, 3)),
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 192, False, ANY, Config(128,  96, 384, 2, 1)),

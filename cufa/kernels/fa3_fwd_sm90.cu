@@ -37,13 +37,15 @@ static_assert(kSmemBytes == kQBuffers * TileQ::kBytes + kKeyBytes + kControlByte
               "gpu/config.py");
 static_assert(kAligned && sizeof(Elem) == 2);
 
-// Registers of a thread. They move from the warpgroup that loads to those that compute: 65536 in
-// all, of which a block of two or three of those is given 168 or 128 a thread to begin with.
-constexpr int kProducerRegs = kConsumers == 3 ? 32 : 24;
-constexpr int kConsumerRegs = kConsumers == 3 ? 160 : 240;
+// Registers of a thread, in eights: what a block is given of the multiprocessor's 65536, and what the
+// warpgroups that compute have after the one that loads has given up most of its own.
+constexpr int kGivenRegs = 65536 / (kBlocksPerSm * kThreads) / 8 * 8;
+constexpr int kProducerRegs = 24;
+constexpr int kConsumerRegs =
+    (kGivenRegs + (kGivenRegs - kProducerRegs) / kConsumers) / 8 * 8;
 
 // Warpgroups take turns to issue products: named barriers, one for each.
-constexpr bool kTakeTurns = true;
+constexpr bool kTakeTurns = kConsumers > 1;
 constexpr int kTurn = 1;
 
 // Whether most blocks may be weighed by an old maximum. A mask or a bias may hide all keys of a row
@@ -249,18 +251,17 @@ struct Consumer {
     pipes.v.give_back();
     const bool again = job.kind == JobKind::kAgain;
     const bool give_up = kBlind && !again && softmax.is_lost(o);
-    if (!give_up && (!again || pipes.path.gave_up())) {
-      const Tile tile = job.tile;
+    Tile tile = job.tile;
+    if (give_up || (again && !pipes.path.gave_up())) tile.row0 = p.seqlen_q;  // no row is stored
 #pragma unroll
-      for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
-      store_output(o, p, tile);
-      store_lse(o, lse, p, tile);
-    }
+    for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
+    store_output(o, p, tile);
+    store_lse(o, lse, p, tile);
     pipes.path.give_back(give_up);
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 fa3_fwd_sm90(const __grid_constant__ Params p) {
   const Pipelines pipes(ptx::dynamic_smem(), ptx::smem_address(ptx::dynamic_smem()));
   if (ptx::tid_x() == 0) {
