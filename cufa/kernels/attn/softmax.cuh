@@ -19,7 +19,7 @@ constexpr f32 kSlack = 8.f;
 constexpr f32 kMostFloat16Weight = 32768.f;
 
 // A sum of weights so large that products with values may overflow, though the sum does not.
-constexpr f32 kDoubtfulSum = 0x1p40f;
+constexpr f32 kDoubtfulSum = 0x1p20f;
 
 // From scores, as score_mod leaves them, to exponents of 2.
 DEVICE Real exponent_scale(const Params& p) {
