@@ -25,6 +25,14 @@ settings.register_profile("few", settings.get_profile("default"), max_examples=8
 settings.load_profile("default")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests on the GPU go to one process: they measure its memory and keep its streams busy."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+
+
 @pytest.fixture(scope="session", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request: pytest.FixtureRequest) -> ModuleType:
     """numpy, and cupy where there is a GPU."""

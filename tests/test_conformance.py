@@ -7,13 +7,12 @@ test_conformance_*.py have the others.
 
 from __future__ import annotations
 
-import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from emulator.build import HERE
 from emulator.card import ARCHS, Agree, Launch, Runner, compile_for, on_every_machine, same_bits
 from emulator.run import Access
@@ -43,17 +42,22 @@ def test_every_test_kernel_is_listed() -> None:
     assert {path.stem for path in (HERE / "kernels").glob("*.cu")} == ARCHS.keys()
 
 
-def test_the_test_kernels_compile_without_spills_or_warnings_of_the_assembler() -> None:
-    units = [(kernel, ()) for kernel in ARCHS if kernel != "ptx_wgmma"]
-    units += [("ptx_wgmma", (("TILES", tiles),)) for tiles in range(32, 0, -4)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda unit: compile_for(ARCHS[unit[0]], *unit), units))
-    for unit, (code, log) in zip(units, compiled, strict=True):
-        spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
-        assert code.startswith(b"\x7fELF"), unit
-        assert spills, unit
-        assert not any(spills), f"{unit}:\n{log}"
-        assert not re.search(r"\bC7\d\d\d\b", log), f"{unit}:\n{log}"
+@pytest.mark.parametrize(
+    ("kernel", "defines"),
+    [
+        *((kernel, ()) for kernel in ARCHS if kernel != "ptx_wgmma"),
+        *(("ptx_wgmma", (("TILES", tiles),)) for tiles in range(32, 0, -4)),
+    ],
+)
+def test_a_test_kernel_compiles_without_spills_or_warnings_of_the_assembler(
+    kernel: str, defines: tuple[tuple[str, int], ...]
+) -> None:
+    code, log = compile_for(ARCHS[kernel], kernel, defines)
+    assert code.startswith(b"\x7fELF")
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    assert spills, f"no report:\n{log}"
+    assert not any(spills), log
+    assert not re.search(r"\bC7\d\d\d\b", log), log
 
 
 def mixed(rng: np.random.Generator, pools: list[Any], dtype: Any) -> NDArray[Any]:

@@ -3,11 +3,8 @@ in a kernel, is seen as what it is; the kernels as they are raise nothing."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -68,23 +65,11 @@ def test_nothing_is_seen_in_a_kernel_as_it_is(
     assert found == [None] * len(found)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
-    """Compiles what the chosen tests run, on all processors."""
-    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    faults = [(row["kernel"], row["fault"]) for row in chosen if "fault" in row]
-    plain = sorted({(kernel, fault.problems) for kernel, fault in faults} | set(SHOWN))
-
-    def compiled(kernel: str, problems: str, edit: build.Edit | None = None) -> None:
-        with suppress(LookupError, build.CompilerError):  # it is the test that fails
-            build.library(unit(kernel, PROBLEMS[kernel][problems][0]), edit)
-
-    compiled(*plain[0])  # and with it the runtime
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(compiled, *names) for names in plain[1:]]
-        jobs += [pool.submit(compiled, kernel, f.problems, f.edit) for kernel, f in faults]
-        for job in jobs:
-            job.result()
+@pytest.mark.parametrize(("kernel", "problems"), SHOWN)
+def test_problems_of_one_name_run_one_unit_of_the_kernel(kernel: str, problems: str) -> None:
+    units = {unit(kernel, problem) for problem in PROBLEMS[kernel][problems]}
+    assert {unit.kernel for unit in units} == {kernel.split()[0]}
+    assert len(units) == 1
 
 
 def seen(kernel: str, fault: Fault) -> Iterator[tuple[Kind | Symptom, str]]:
@@ -126,7 +111,6 @@ def unit(kernel: str, problem: Problem) -> Unit:
     """What a problem runs."""
     if isinstance(problem, Case):
         key = kernel_key(emulator(ARCHS.get(kernel, ARCH)), **arguments(kernel, problem))
-        assert key.kernel == kernel.split()[0]
         return Unit.of(key.kernel, key.defines())
     return Unit(linear_attention.KERNEL)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 from allpairspy import AllPairs
 
+from cufa.gpu import build
 from cufa.gpu.config import LENGTHS, Config, Scores, find_config
 from cufa.gpu.device import Device
 from cufa.gpu.plan import KernelKey
@@ -30,8 +32,12 @@ MODIFIED: dict[str, list[Any]] = {
 ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
 #: Kernels that take what a tensor map describes only.
 BY_TMA = {spec.name for spec in KERNELS if spec.tma}
-#: Units compiled for each tile of an architecture.
-UNITS = 2
+#: Where the text of a kernel changes with the architecture.
+STEPS = {
+    int(arch)
+    for path in build.KERNELS.rglob("*.cu*")
+    for arch in re.findall(r"\bkArch\W+(\d+)", path.read_text())
+}
 
 
 @cache
@@ -56,6 +62,7 @@ Place = tuple[str, Scores, Config]
 Member = tuple[str, int, int, bool]
 
 
+@cache
 def places(arch: int) -> dict[Place, list[Member]]:
     """By tile and kind of scores: what takes it, at some length."""
     found: dict[Place, dict[Member, None]] = defaultdict(dict)
@@ -72,11 +79,27 @@ def places(arch: int) -> dict[Place, list[Member]]:
 
 
 def units(arch: int) -> Iterator[KernelKey]:
-    """Each tile of the architecture with its largest head dim, one other, and some features."""
-    for i, ((kernel, scores, tile), members) in enumerate(places(arch).items()):
+    """Each tile of the architecture with its largest head dim, which needs most registers. If no
+    older one has the tile in the same text, also with another; the features go round."""
+    same = [older for older in ARCHS if older < arch and text_of(older) == text_of(arch)]
+    known = {place for older in same for place in places(older)}
+    for i, (place, members) in enumerate(places(arch).items()):
+        kernel, scores, tile = place
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED]
-        largest = max(members, key=lambda member: member[1] + member[2])
-        others = [members[(i * 7 + arch + j * 31) % len(members)] for j in range(UNITS - 1)]
-        for j, (dtype, d, dv, causal) in enumerate([largest, *others]):
+        chosen = [max(members, key=lambda member: member[1] + member[2])]
+        if place not in known:
+            chosen.append(members[(i * 7 + arch) % len(members)])
+        for j, (dtype, d, dv, causal) in enumerate(chosen):
             features = {**fitting[(i + arch + j * 5) % len(fitting)], "right": causal}
             yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
+
+
+def text_of(arch: int) -> int:
+    """Equal for architectures that compile the same text."""
+    return sum(arch >= step for step in STEPS)
+
+
+def name_of(key: KernelKey) -> str:
+    """As a test's name."""
+    tile = f"{key.config.block_m}x{key.config.block_n}"
+    return f"sm_{key.arch}-{key.kernel}-{tile}-{key.dtype}-{key.head_dim}x{key.head_dim_v}"

@@ -42,6 +42,8 @@ CHECKED_MODES = ("checked", "debug")
 # Units in one process share nothing, not even what the language says is one.
 _COMMON = ("-std=c++17", "-fno-gnu-unique", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
 _WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
+# Without C++'s own, which no kernel calls: to search it takes longer than to link a unit.
+_LIBRARIES = ("-nodefaultlibs", "-lm", "-lgcc")
 
 Edit = Callable[[str, str], str]
 
@@ -97,29 +99,23 @@ def source(unit: Unit, edit: Edit | None = None) -> str:
     return f'{text}\n#line 1 "launch"\nEMULATED_UNIT({unit.kernel})\n'
 
 
+@cache
 def library(unit: Unit, edit: Edit | None = None) -> Path:
     """The compiled unit, a shared library."""
     text = source(unit, edit)
     flags = [*_COMMON, *_WARNINGS, *MODES[unit.mode]]
     flags += [f"-DCUFA_{name}={value}" for name, value in unit.defines]
-    path = folder() / f"{unit.kernel}-{unit.mode}-{_digest(text, flags, _runtime().name)}.so"
+    libraries = _LIBRARIES if unit.mode in CHECKED_MODES else ("--coverage",)
+    digest = _digest(text, flags, libraries, _runtime().name)
+    path = folder() / f"{unit.kernel}-{unit.mode}-{digest}.so"
     with _building(path) as scratch:
         if scratch:
             code, object_file = path.with_suffix(".cpp"), path.with_suffix(".o")
             code.write_text(text)
             prelude = ["-include", str(HOST / "prelude.h"), f"-I{HOST}"]
             _compile(["-c", *flags, *prelude, str(code), "-o", str(object_file)])
-            coverage = ["--coverage"] if unit.mode == "coverage" else []
-            _compile(["-shared", *coverage, str(object_file), str(_runtime()), "-o", scratch])
+            _compile(["-shared", str(object_file), str(_runtime()), *libraries, "-o", scratch])
     return path
-
-
-def compile_all(units: list[Unit]) -> None:
-    """Fill the cache, on all processors."""
-    if units:
-        library(units[0])  # and with it the runtime
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(library, units))
 
 
 @cache

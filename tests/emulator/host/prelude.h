@@ -1,6 +1,8 @@
 // What NVRTC knows without being told; included before a kernel that is compiled for the CPU.
 #pragma once
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's math.h: C++'s takes a fifth of a unit's compilation
 #include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
 #include "emu.h"
 
