@@ -98,7 +98,7 @@ STALE = Case(seqlen_k=64, head_dim=32, head_dim_v=32, dtype="bfloat16", scores="
 
 # Weights are finite, as are their sums, and products with values are not.
 @example(case=replace(STALE, jumps=((0, 20.0), (32, -20.0)), v_size=1e33))
-# So are the sums of four lanes, and that of their row is not. The query is against the common vector.
+# So are the sums of four lanes, and that of their row is not. The query points away from the keys.
 @example(case=replace(STALE, seqlen_q=1, scores="equal", jumps=((0, -3352.0), (32, 3352.0))))
 # Beside the sink the weight of m vanishes, and those of the keys do not.
 @example(case=replace(STALE, jumps=((0, -25.0), (32, -80.0)), window=(200, 200), sink=True))
