@@ -30,6 +30,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: What scores look like; each has broken some kernel. Queries and keys are normal noise times a
 #: factor, plus one common vector times another; for keys the latter depends on their place in the
 #: sequence, which runs from 0 to 1. A query and a key that are just that vector have score 200.
+#: `Case.jumps` are multiples of it too, and "jumping" has nothing else.
 # fmt: off
 SCORES: dict[str, tuple[float, float, float, Callable[[Any], Any]]] = {
     # name       q noise  common  k noise  common
@@ -41,6 +42,7 @@ SCORES: dict[str, tuple[float, float, float, Callable[[Any], Any]]] = {
     "growing":     ( 0.3,    1.0,     0.3, lambda place: place),
     "falling":     ( 0.3,    1.0,     0.3, lambda place: -place),
     "first_key":   ( 0.3,    1.0,     1.0, lambda place: 0.1 * (place == 0)),
+    "jumping":     ( 0.3,    1.0,     0.3, lambda place: 0 * place),
 }
 # fmt: on
 FEATURES = ("causal", "window", "mask", "bias", "alibi", "softcap", "sink")
@@ -60,6 +62,12 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes  # noqa: F401, teaches NumPy the name
     return np.dtype(name)
+
+
+def largest(dtype: str) -> float:
+    """The largest finite number of the dtype of that name."""
+    infinity = np.array(np.inf, numpy_dtype(dtype))
+    return float(np.nextafter(infinity, numpy_dtype(dtype).type(0)))
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,11 @@ class Case:
     rank: int = 4
     layout: str = "bhsd"
     scores: str = "normal"
+    #: (key, size): from this key on, scores are about `size` higher, where queries have the common
+    #: vector of `SCORES` and the scale is the default. Sizes may be negative.
+    jumps: tuple[tuple[int, float], ...] = ()
+    #: What `v` is multiplied by; it stays within half of what its dtype can hold.
+    v_size: float = 1.0
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
     scale: float | None = None
@@ -252,8 +265,12 @@ class Case:
         v = rng.standard_normal((self.batch, self.kv_heads, self.seqlen_k, self.head_dim_v))
         q_noise, q_common, k_noise, k_common = SCORES[self.scores]
         common = math.sqrt(200 / math.sqrt(self.head_dim))  # in each component
-        place = np.linspace(0, 1, self.seqlen_k)[:, None]
-        return q_noise * q + q_common * common, k_noise * k + k_common(place) * common, v
+        in_common = k_common(np.linspace(0, 1, self.seqlen_k)[:, None])
+        for key, size in self.jumps:
+            in_common[key:] += size / 200
+        most = largest(self.dtype) / 2
+        v = np.clip(self.v_size * v, -most, most)
+        return q_noise * q + q_common * common, k_noise * k + in_common * common, v
 
 
 def assert_within_rounding(result: Any, expected: Exact) -> None:
@@ -291,6 +308,14 @@ _NEAR_TILES = st.builds(
 LENGTHS = st.integers(1, 40) | st.sampled_from([0, 1, 2, 300]) | _NEAR_TILES
 HEAD_DIMS = st.sampled_from([16, 32, 64, 128, 1, 40, 72, 80, 192, 256]) | st.integers(1, 256)
 _COUNTS = {"kv_heads": [1, 2, 3], "group": [1, 2, 3, 5, 7], "batch": [1, 2, 3, 0]}
+#: By dtype, a size of `v` that leaves room for a sum over keys of float32 weights up to 256.
+_LARGE = {"float16": 1e4, "bfloat16": 1e30, "float32": 1e30, "float64": 1e300}
+#: Sizes of jumps: any, and where float32 no longer holds their exponential.
+_SIZES = st.builds(
+    lambda sign, size: sign * size,
+    st.sampled_from([1, -1]),
+    st.integers(-16, 32).map(lambda n: 10 ** (n / 8)) | st.integers(320, 440).map(lambda n: n / 4),
+)
 _VARIES = st.tuples(*[st.booleans()] * 4)
 _BOUND = st.sampled_from([None, -1, 0, 1]) | st.integers(0, 200)
 #: Values of an option that is on.
@@ -326,6 +351,14 @@ def memories(draw: st.DrawFn, /, axes: int = 3, repeat: bool = True) -> Memory:
         margin=(*(draw(margins) for _ in range(3)), draw(st.sampled_from([0, 0, 1, 8]))),
         offset=draw(st.sampled_from([0, 0, 1, 8])),
     )
+
+
+@st.composite
+def jumps(draw: st.DrawFn, /, seqlen_k: int) -> tuple[tuple[int, float], ...]:
+    """A few jumps of scores, by 0.01 to 10000 up or down, most where key blocks may begin."""
+    block = st.builds(lambda tile, n: tile * n, st.sampled_from([16, 64, 128]), st.integers(0, 3))
+    keys = st.integers(0, max(0, seqlen_k - 1)) | block.map(lambda n: min(n, seqlen_k))
+    return tuple(draw(st.lists(st.tuples(keys, _SIZES), min_size=1, max_size=4)))
 
 
 @st.composite
@@ -370,6 +403,8 @@ def cases(
         counts[name] = pick(name, st.sampled_from(fits))
         budget //= max(1, counts[name])
     on = draw(st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES))) & {*features}
+    scores = pick("scores", st.sampled_from(tuple(SCORES)))
+    dtype = pick("dtype", st.sampled_from(dtypes))
     off = {name: st.just(False if name in ("causal", "sink") else None) for name in FEATURES}
     return Case(
         head_dim=head_dim,
@@ -379,10 +414,12 @@ def cases(
         rank=rank,
         **counts,
         **{name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()},
-        dtype=pick("dtype", st.sampled_from(dtypes)),
+        dtype=dtype,
         algorithm=pick("algorithm", st.just("auto")),
         layout=pick("layout", st.sampled_from(["bhsd", "bshd"])),
-        scores=pick("scores", st.sampled_from(tuple(SCORES))),
+        scores=scores,
+        jumps=pick("jumps", jumps(seqlen_k) if scores == "jumping" else st.just(())),
+        v_size=pick("v_size", st.sampled_from([1.0, 1.0, 1.0, _LARGE[dtype]])),
         scale=pick("scale", st.sampled_from([None, None, None, 0.0, -0.3, 0.05, 1.0])),
         hidden=pick("hidden", st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])),
         dead_rows=pick("dead_rows", st.booleans()),

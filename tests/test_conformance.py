@@ -125,23 +125,39 @@ def same_numbers(got: NDArray[Any], want: NDArray[Any]) -> None:
     same_bits(got[~np.isnan(got)], want[~np.isnan(want)])
 
 
-def within_two_units(got: NDArray[np.float32], want: NDArray[np.floating]) -> None:
-    """2 ulp are 2^-22 at most, and the emulator itself rounds. What would be a denormal is 0."""
-    want, bound = want.astype(np.float64), 2.0**-22 + 2.0**-24
-    least = np.where(want == np.inf, F32.max, want) * (1 - bound)
-    most = np.where(want == 0, F32.tiny, want) * (1 + bound)
-    least = np.where(least < F32.tiny, 0, least)
-    most = np.where(most > F32.max, np.inf, most)
-    near = (least <= got) & (got <= most) & ((got >= F32.tiny) | (got == 0) & ~np.signbit(got))
-    near |= np.isnan(got) & np.isnan(want)
-    assert near.all(), (got[~near], want[~near])
-    np.testing.assert_array_equal(got[want == 1], 1)  # of 0 and what is flushed to it
+def within_units(n: int) -> Agree:
+    """n ulp are n 2^-23 at most, and the emulator itself rounds. What would be a denormal is 0."""
+
+    def within(got: NDArray[np.float32], want: NDArray[np.floating]) -> None:
+        size, bound = abs(want.astype(np.float64)), n * 2.0**-23 + 2.0**-24
+        least = np.where(size == np.inf, F32.max, size) * (1 - bound)
+        most = np.where(size == 0, F32.tiny, size) * (1 + bound)
+        least = np.where(least < F32.tiny, 0, least)
+        most = np.where(most > F32.max, np.inf, most)
+        near = (least <= abs(got)) & (abs(got) <= most) & ((abs(got) >= F32.tiny) | (got == 0))
+        near &= np.signbit(got) == np.signbit(want)
+        near |= np.isnan(got) & np.isnan(want)
+        assert near.all(), (got[~near], want[~near])
+        np.testing.assert_array_equal(got[want == 1], 1)  # as of 0 and what is flushed to it
+
+    return within
+
+
+def flushed(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """The numbers, 0 of the same sign in the place of denormals."""
+    return np.where(abs(x) < F32.tiny, np.copysign(0, x), x).astype(np.float64)
 
 
 def powers_of_two(x: NDArray[np.float32]) -> NDArray[np.float64]:
     """2^x, denormals flushed to 0 first."""
     with np.errstate(all="ignore"):
-        return np.exp2(np.where(abs(x) < F32.tiny, 0, x).astype(np.float64))
+        return np.exp2(flushed(x))
+
+
+def reciprocals(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """1 / x, denormals flushed to 0 first."""
+    with np.errstate(all="ignore"):
+        return 1 / flushed(x)
 
 
 def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[Any]]]:
@@ -153,6 +169,7 @@ def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[A
     with np.errstate(all="ignore"):
         expected = {
             "ex2_approx": powers_of_two(a),
+            "rcp_approx": reciprocals(a),
             "mul_rn_f32": a * b,
             "mul_rn_f64": wide * wide2,
             "cvt_f32_f16": half.view(np.float16).astype(np.float32),
@@ -162,6 +179,7 @@ def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[A
             "mov_f32": b,
             "shfl_bfly_f32": a.view(np.uint32)[lanes].view(np.float32),
             "shfl_bfly_f64": wide.view(np.uint64)[lanes].view(np.float64),
+            "shfl_idx": b.view(np.int32)[np.arange(N) // 32 * 32 + row],
             "vote_any": np.repeat(votes, 32, -1).astype(np.uint32),
             "mov_b64": wide.view(np.uint64),
             "mov_f64": wide2,
@@ -170,13 +188,14 @@ def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[A
     inputs |= {"wide_bits": wide2.view(np.uint64), "wide": wide, "wide2": wide2}
     arrays = {name: (x, Access.READ) for name, x in inputs.items()}
     for name, x in expected.items():
-        out = np.zeros(x.shape, np.float32 if name == "ex2_approx" else x.dtype)
+        out = np.zeros(x.shape, np.float32 if name in APPROXIMATE else x.dtype)
         arrays[name] = (out, Access.WRITE_ONCE)
     return Launch("ptx_scalar", arrays, {"n": N}, grid=(N // 128,)), expected
 
 
+APPROXIMATE: dict[str, Agree] = {"ex2_approx": within_units(2), "rcp_approx": within_units(1)}
 SCALARS: dict[str, Agree] = {
-    "ex2_approx": within_two_units,
+    **APPROXIMATE,
     "mul_rn_f32": same_numbers,
     "mul_rn_f64": same_numbers,
     "cvt_f32_f16": same_numbers,
@@ -186,6 +205,7 @@ SCALARS: dict[str, Agree] = {
     "mov_f32": same_bits,
     "shfl_bfly_f32": same_bits,
     "shfl_bfly_f64": same_bits,
+    "shfl_idx": same_bits,
     "vote_any": same_bits,
     "mov_b64": same_bits,
     "mov_f64": same_bits,

@@ -39,13 +39,13 @@ def outputs(expected: dict[str, NDArray[Any]]) -> dict[str, tuple[NDArray[Any], 
 def test_barriers_and_thread_numbers(
     machine: Runner, seed: int, grid: tuple[int, int, int], rounds: int
 ) -> None:
-    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z;
+    """bar_sync, bar_red_or, bar_arrive, bar_warp_sync; tid_x, ctaid_x, ctaid_y, ctaid_z, nctaid_x;
     smem_address."""
     blocks = int(np.prod(grid))
     x = np.random.default_rng(seed).standard_normal((blocks, rounds, 128)).astype(np.float32)
     z, y, x_ = np.unravel_index(np.arange(blocks)[:, None], grid[::-1])
     tid = np.broadcast_to(np.arange(256), (blocks, 256))
-    columns = np.broadcast_arrays(tid, x_, y, z, 4 * tid, 0)
+    columns = np.broadcast_arrays(tid, x_, y, z, grid[0], 4 * tid, 0)
     expected = {
         "who": np.stack(columns, -1).astype(np.int32),
         "of_warp": (tid // 32 * 32 + (tid + 1) % 32).astype(np.int32),
@@ -57,6 +57,31 @@ def test_barriers_and_thread_numbers(
     numbers = {"grid_x": grid[0], "grid_y": grid[1], "rounds": rounds}
     arrays = inputs(x=x) | outputs(expected)
     machine.check(Launch("ptx_barrier", arrays, numbers, {}, grid, 256, 1024), expected, seed)
+
+
+@on_every_machine
+@a_quarter
+@given(seeds, st.integers(1, 9), st.integers(0, 3000), st.data())
+def test_atom_inc_hands_out_every_number_in_turn(
+    machine: Runner, seed: int, blocks: int, last: int, data: Any
+) -> None:
+    """To whom which, nobody knows. A count that is above the last goes on with 0."""
+    counts = [data.draw(st.integers(0, last) | st.just(last + 7))]
+    for _ in range(128 * blocks):
+        counts.append(0 if counts[-1] >= last else counts[-1] + 1)
+    before = np.array(counts[:-1], np.uint32).reshape(blocks, 128)
+    expected = {"count": np.array(counts[-1:], np.uint32), "before": before}
+    arrays = {"count": (np.array(counts[:1], np.uint32), Access.ADD)}
+    arrays |= outputs({"before": before})
+
+    def agree(name: str) -> Any:
+        def in_any_order(got: NDArray[np.uint32], want: NDArray[np.uint32]) -> None:
+            np.testing.assert_array_equal(np.sort(got, None), np.sort(want, None))
+
+        return in_any_order
+
+    launch = Launch("ptx_atom", arrays, {"last": last}, grid=(blocks,))
+    machine.check(launch, expected, seed, agree)
 
 
 def of_matrices(x: NDArray[np.uint16], trans: bool) -> NDArray[np.uint32]:

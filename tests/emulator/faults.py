@@ -82,6 +82,27 @@ def _attention(dtype: str) -> dict[str, tuple[Case, ...]]:
     return {name: tuple(replace(c, dtype=dtype) for c in of) for name, of in cases.items()}
 
 
+def _hopper() -> dict[str, tuple[Case, ...]]:
+    """Tiles have 192 queries and 128 keys, or 128 of both."""
+
+    def case(seqlen_q: int, seqlen_k: int, **fields: object) -> Case:
+        sizes = {"head_dim": 32, "head_dim_v": 32, "dtype": "bfloat16"}
+        return _case(seqlen_q, seqlen_k, **{**sizes, **fields})
+
+    jump = {"scores": "jumping", "jumps": ((0, 200.0), (200, -200.0))}
+    half = {"scores": "jumping", "jumps": ((0, 20.0), (200, -20.0)), "dtype": "float16"}
+    return {
+        "plain": (
+            case(200, 400, kv_heads=2, scores="growing"),
+            case(65, 700, scores="falling"),
+        ),
+        "wide": (case(65, 129, head_dim=96),),
+        "causal": (case(450, 257, causal=True),),
+        "jumps": (case(200, 400, **jump), case(200, 400, scores="large", scale=0.06)),
+        "float16": (case(20, 400, **half),),
+    }
+
+
 _LINEAR = linear_attention.Problem
 Problem = Case | _LINEAR
 #: By kernel, and dtype if it is served differently.
@@ -99,6 +120,7 @@ PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
         "causal": (_case(150, 70, head_dim=96, dtype="float16", causal=True),),
     },
     "fa1_fwd_simt": _attention("float32"),
+    "fa3_fwd_sm90": _hopper(),
     "linear_attention_sm90": {
         "plain": (_LINEAR(), _LINEAR(2, 2, 2, seqlen_q=129, seqlen_k=321)),
     },

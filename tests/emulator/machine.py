@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from cufa.gpu.plan import KernelKey, Step, make_key
 from cufa.problem import Signature, make_problem
 from cufa.testing import numpy_dtype
 from emulator import build, run
-from emulator.run import Access, Counts, Schedule
+from emulator.run import Access, Counts, KernelError, Kind, Schedule
 from emulator.tensor_map import emulated
 
 #: Of what is not an input.
@@ -32,19 +33,27 @@ _ACCESS = {
 class Emulator:
     """Emulated cards of one architecture, whose kernels may be edited and are compiled in a mode.
 
-    `schedule` holds for the launches to come.
+    They have few multiprocessors, so that blocks that stay have several tiles. `schedule` holds for
+    the launches to come.
     """
 
-    def __init__(self, arch: int, edit: build.Edit | None = None, mode: str = "checked") -> None:
+    def __init__(
+        self,
+        arch: int,
+        edit: build.Edit | None = None,
+        mode: str = "checked",
+        sm_count: int = 1,
+    ) -> None:
         self.arch = arch
         self.edit = edit
         self.mode = mode
+        self.sm_count = sm_count
         self.schedule = Schedule()
         #: Of the latest launch.
         self.counts: Counts | None = None
 
     def device(self, ordinal: int) -> Device:
-        return Device.of_arch(self.arch)  # one multiprocessor, so that blocks have several tiles
+        return replace(Device.of_arch(self.arch), sm_count=self.sm_count)
 
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
         return build.library(build.Unit.of(key.kernel, key.defines(), self.mode), self.edit)
@@ -78,6 +87,9 @@ class Emulator:
             self.schedule,
             checked=self.mode in build.CHECKED_MODES,
         )
+        if buffers.tickets is not None and buffers.tickets.any():
+            text = f"tickets end at {int(buffers.tickets[0])}; the next launch begins at 0"
+            raise KernelError(Kind.OUTPUT, text)
 
 
 @cache

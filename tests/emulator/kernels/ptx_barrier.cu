@@ -1,8 +1,8 @@
 // Barriers of a block, a warp, and two parties of which one only says that it has come; who is who.
 //
 //   in    x [blocks, rounds, 128] f32
-//   out   who [blocks, 256, 6]    tid, ctaid x, y, z, smem_address from the start, and from a
-//                                 multiple of 1024
+//   out   who [blocks, 256, 7]    tid, ctaid x, y, z, nctaid x, smem_address from the start, and
+//                                 from a multiple of 1024
 //         of_warp [blocks, 256]   the thread number of the next lane of the warp
 //         of_block [blocks, 256]  that of the thread as far from the block's end
 //         handed [blocks, rounds, 128] f32   x of a round backwards, from one half to the other
@@ -33,10 +33,11 @@ ptx_barrier(const __grid_constant__ BarrierParams p) {
   i32* shared = reinterpret_cast<i32*>(ptx::dynamic_smem());
 
   const u32 start = ptx::smem_address(ptx::dynamic_smem());
-  p.who[6 * thread] = tid;
-  for (int i = 0; i < 3; ++i) p.who[6 * thread + 1 + i] = ctaid[i];
-  p.who[6 * thread + 4] = ptx::smem_address(shared + tid) - start;
-  p.who[6 * thread + 5] = start % 1024;
+  p.who[7 * thread] = tid;
+  for (int i = 0; i < 3; ++i) p.who[7 * thread + 1 + i] = ctaid[i];
+  p.who[7 * thread + 4] = ptx::nctaid_x();
+  p.who[7 * thread + 5] = ptx::smem_address(shared + tid) - start;
+  p.who[7 * thread + 6] = start % 1024;
 
   shared[tid] = tid;
   ptx::bar_warp_sync();

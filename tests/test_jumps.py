@@ -1,0 +1,203 @@
+"""Scores that jump from one key block to another, up or down and by any amount, where Hopper's
+kernel weighs a block by the maximum of those before it.
+
+In the emulator by a tile whose key blocks are short, on a card by the kernel's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from emulator import build
+from emulator.machine import Emulator, attention
+from emulator.run import Order, Schedule
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import cufa
+from cufa.bounds import exact
+from cufa.gpu import plan
+from cufa.gpu.config import Config
+from cufa.testing import Case, assert_within_rounding, cases, to_numpy
+
+#: Takes NumPy arrays and options; `run` is the number of a run, each under other circumstances.
+Attend = Callable[..., tuple[Any, Any]]
+
+HOW: dict[str, Any] = {"return_lse": True, "algorithm": "fa3"}
+TILE = Config(block_m=128, block_n=32, threads=384, stages=2, blocks_per_sm=1)
+HALVES = ["float16", "bfloat16"]
+a_quarter = settings(max_examples=max(1, settings().max_examples // 4))
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Emulator]]:
+    """Emulated cards with one multiprocessor and more, each with an order of threads of its own."""
+    if obstacle := build.obstacle():
+        pytest.skip(obstacle)
+    made = [Emulator(90, sm_count=n) for n in (1, 2, 3)]
+    for machine, order in zip(made, Order, strict=True):
+        machine.schedule = Schedule(order, seed=1)
+    with mock.patch.object(plan, "find_config", return_value=TILE):
+        yield made
+
+
+@pytest.fixture(scope="module", params=["emulated", pytest.param("card", marks=pytest.mark.gpu)])
+def attend(request: pytest.FixtureRequest) -> Attend:
+    """Attention by the kernel, lse too."""
+    if request.param == "emulated":
+        machines = request.getfixturevalue("machines")
+        return lambda *arrays, run=0, **options: attention(machines[run], *arrays, **options, **HOW)
+    cupy = request.getfixturevalue("cupy")
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs sm_90")
+
+    def on_card(*arrays: NDArray[Any], run: int = 0, **options: Any) -> tuple[Any, Any]:
+        there = {n: cupy.asarray(a) if hasattr(a, "shape") else a for n, a in options.items()}
+        return cufa.attention(*map(cupy.asarray, arrays), **there, **HOW)
+
+    return on_card
+
+
+def hopper_cases(**fixed: Any) -> st.SearchStrategy[Case]:
+    """Jumps in what one kernel each serves; lengths about multiples of a key block."""
+    near = st.builds(
+        lambda block, n, off: block * n + off,
+        st.sampled_from([32, 128]),
+        st.integers(1, 3),
+        st.integers(-1, 1),
+    )
+    common: dict[str, Any] = {
+        "head_dim": st.sampled_from([8, 24, 32]),
+        "head_dim_v": st.sampled_from([8, 24, 32]),
+        "seqlen_q": st.integers(1, 40) | st.sampled_from([127, 129, 260]),
+        "seqlen_k": near | st.integers(1, 300),
+        "rank": 4,
+        "batch": st.integers(1, 2),
+        "features": (),
+        "max_elements": 1 << 21,
+        "scores": "jumping",
+        "scale": st.sampled_from([None, None, None, 1.0, 0.05]),
+    }
+    dense = Case()
+    common |= {f"{name}_memory": dense.q_memory for name in ("q", "k", "v", "extra")}
+    return cases(dtypes=HALVES, **(common | fixed))
+
+
+BOUND = st.integers(0, 200)
+PLAIN, CAUSAL = hopper_cases(), hopper_cases(causal=st.sampled_from([True, "top_left"]))
+WINDOW = hopper_cases(window=st.tuples(BOUND, BOUND), sink=True)
+BIAS = hopper_cases(bias=st.tuples(*[st.booleans()] * 4), extra_dtype="float32")
+STALE = Case(seqlen_k=64, head_dim=32, head_dim_v=32, dtype="bfloat16", scores="jumping")
+
+
+# Weights are finite, as are their sums, and products with values are not.
+@example(case=replace(STALE, jumps=((0, 20.0), (32, -20.0)), v_size=1e33))
+# So are the sums of four lanes, and that of their row is not. The query points away from the keys.
+@example(case=replace(STALE, seqlen_q=1, scores="equal", jumps=((0, -3352.0), (32, 3352.0))))
+# Beside the sink the weight of m vanishes, and those of the keys do not.
+@example(case=replace(STALE, jumps=((0, -25.0), (32, -80.0)), window=(200, 200), sink=True))
+# The output overflows; then m moves up in a block that is masked, and makes the sum small again.
+@example(
+    case=replace(
+        STALE,
+        seqlen_q=128,
+        seqlen_k=128,
+        jumps=((0, 155.0), (32, -70.0), (96, -85.0)),
+        v_size=8.0,
+        window=(123, 200),
+        sink=True,
+    )
+)
+@given(case=PLAIN | CAUSAL | WINDOW | BIAS)
+def test_jumps_of_any_size_are_weighed_as_in_the_formula(attend: Attend, case: Case) -> None:
+    assert_within_rounding(attend(*case.arrays(np), **case.options(np)), case.exact())
+
+
+@a_quarter
+@given(
+    case=PLAIN | CAUSAL,
+    power=st.integers(-30, 90),
+    factor=st.sampled_from([1, 16, 256]),
+)
+def test_equal_scores_of_any_size_weigh_all_keys_alike(
+    attend: Attend, case: Case, power: int, factor: int
+) -> None:
+    """Up to 1e30, where a unit in the last place is far more than any exponent can be."""
+    q, k, v = case.arrays(np)
+    k[...], k[..., 0] = 0, factor  # of one product there is no rounding
+    options = case.options(np)
+    out, lse = attend(q, k, v, **{**options, "scale": 2.0**power})
+    mean = exact(q, k, v, **{**options, "scale": 0.0})
+    assert_within_rounding((out, mean.lse.astype(np.float32)), mean)
+    assert not np.isnan(to_numpy(lse)).any()
+
+
+@a_quarter
+@given(case=PLAIN | CAUSAL | WINDOW)
+def test_only_the_numbers_decide_what_comes(attend: Attend, case: Case) -> None:
+    """Not the order of threads, nor who takes which tile."""
+    arrays, options = case.arrays(np), case.options(np)
+    runs = [attend(*arrays, **options, run=n) for n in range(3)]
+    for out, lse in runs[1:]:
+        for one, other in ((out, runs[0][0]), (lse, runs[0][1])):
+            np.testing.assert_array_equal(to_numpy(one), to_numpy(other))
+
+
+def products(machine: Emulator, case: Case) -> int:
+    """How many a call takes."""
+    attention(machine, *case.arrays(np), **case.options(np), **HOW)
+    assert machine.counts is not None
+    return machine.counts.executed["wgmma.mma_async"]
+
+
+@pytest.fixture
+def level(machines: list[Emulator], dtype: str) -> tuple[Emulator, Case, int]:
+    """A card, a problem of two tiles, and how many products it takes."""
+    case = Case(seqlen_q=256, seqlen_k=256, head_dim=32, head_dim_v=32, dtype=dtype)
+    return machines[0], case, products(machines[0], case)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"scores": "normal", "scale": 4 / np.sqrt(32)},  # a standard deviation of 4
+        {"jumps": ((0, 15.0), (1, -15.0))},
+        {"jumps": ((0, 20.0), (1, -20.0))},
+        {"jumps": tuple((n, 60 / 256) for n in range(256))},
+        {"jumps": tuple((n, -60 / 256) for n in range(256))},
+    ],
+    ids=["deviation 4", "sink 15", "sink 20", "growing", "falling"],
+)
+def test_what_real_data_look_like_is_computed_once(
+    level: tuple[Emulator, Case, int], data: dict[str, Any]
+) -> None:
+    machine, case, once = level
+    assert products(machine, replace(case, **{"scores": "jumping", **data})) == once
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [100.0, 1000.0, 9000.0])
+def test_tiles_whose_scores_jump_beyond_float32_are_computed_twice(
+    level: tuple[Emulator, Case, int], size: float
+) -> None:
+    machine, case, once = level
+    jumping = replace(case, scores="jumping", jumps=((0, size), (200, -size)))
+    assert products(machine, jumping) == 2 * once
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_tiles_that_see_no_jump_are_computed_once(level: tuple[Emulator, Case, int]) -> None:
+    machine, case, _ = level
+    case = replace(case, causal=True, scores="jumping")
+    once = products(machine, case)
+    # All key blocks of the first tile are masked; the second's up to 128 are not.
+    second = replace(case, jumps=((0, 200.0), (100, -200.0)))
+    first = replace(case, seqlen_q=128, seqlen_k=128)
+    assert products(machine, second) == 2 * once - products(machine, first)
