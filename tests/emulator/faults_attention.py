@@ -121,7 +121,7 @@ FA2_FWD = (
           "tile/reduce.cuh", "step < kRowLanes; step *= 2) x = larger",
           "step < kRowLanes / 2; step *= 2) x = larger"),
     Fault("O keeps to the old maximum",                    WRONG,      "plain",
-          "attn/softmax.cuh", "o.at(r, c) *= rescale;", ";"),
+          "attn/softmax.cuh", "l[r] *= rescale; follow(r, rescale);", "l[r] *= rescale;"),
     Fault("a row without a key subtracts -inf",            WRONG,      "causal",
           "attn/softmax.cuh", "== -infinity() ? Real(0) :", "== infinity() ? Real(0) :"),
     Fault("a row without a key divides by 0",              WRONG,      "causal",

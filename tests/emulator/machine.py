@@ -86,6 +86,7 @@ class Emulator:
             arrays,
             self.schedule,
             checked=self.mode in build.CHECKED_MODES,
+            blocks_per_sm=step.key.config.blocks_per_sm,
         )
         if buffers.tickets is not None and buffers.tickets.any():
             text = f"tickets end at {int(buffers.tickets[0])}; the next launch begins at 0"

@@ -101,6 +101,7 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_int32 * 3),
         ("threads", ctypes.c_int32),
+        ("blocks_per_sm", ctypes.c_int32),
         ("shared_bytes", ctypes.c_uint32),
         ("order", ctypes.c_int32),
         ("seed", ctypes.c_int32),
@@ -124,6 +125,7 @@ def run(
     arrays: Mapping[str, tuple[NDArray[Any], Access]],
     schedule: Schedule = FIRST_COME,
     checked: bool = True,
+    blocks_per_sm: int = 1,
 ) -> Counts:
     """Run all blocks of a launch, one after another.
 
@@ -141,6 +143,8 @@ def run(
     schedule : Schedule
     checked : bool
         False for a unit compiled without the hooks: nothing is known of its loads and stores.
+    blocks_per_sm : int
+        How many share a multiprocessor's registers.
 
     Raises
     ------
@@ -159,6 +163,7 @@ def run(
     launch = _Launch(
         (ctypes.c_int32 * 3)(*grid, *(1,) * (3 - len(grid))),
         threads,
+        blocks_per_sm,
         shared_bytes,
         schedule.order,
         schedule.seed,

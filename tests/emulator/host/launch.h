@@ -18,7 +18,7 @@ struct Array {
 };
 
 struct Launch {
-  int32_t grid[3], threads;
+  int32_t grid[3], threads, blocks_per_sm;
   uint32_t shared_bytes;
   int32_t order, seed;
   int32_t checked;  // whether the unit calls the hooks; without them memory goes unchecked

@@ -3,13 +3,14 @@
 #include <algorithm>
 
 #include "block.h"
+#include "launch.h"
 
 namespace emu {
 namespace {
 
 constexpr int kRegisters = 64 << 10;  // of a multiprocessor
 
-int pool = 0;
+int pool = 0;  // of the block: what some have given up and none has taken
 std::vector<int> held;  // by warp: registers of each of its threads
 std::vector<int> waiting;
 
@@ -37,9 +38,9 @@ void setmaxnreg(int registers, bool increase) {
 }
 
 void begin_registers() {
-  const int each = std::min(255, kRegisters / std::max(1, block.n_threads)) / 8 * 8;
-  held.assign(block.n_warps, each);
-  pool = kRegisters - each * block.n_threads;
+  const int threads = std::max(1, block.n_threads * launch->blocks_per_sm);
+  held.assign(block.n_warps, std::min(255, kRegisters / threads) / 8 * 8);
+  pool = 0;
   waiting.clear();
 }
 
