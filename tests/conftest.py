@@ -7,10 +7,14 @@ hundred times as long.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # all processors are taken; read when BLAS is loaded
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
