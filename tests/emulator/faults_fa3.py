@@ -61,7 +61,7 @@ FA3_FWD_SM90 = (
     Fault("the second time is like the first",             WRONG,      "jumps",
           _FILE, "job.kind == JobKind::kAgain ? keys.first : keys.whole_last", "keys.whole_last"),
     Fault("warps store a second time",                     OUTPUT,     "jumps",
-          _FILE, "(!again || pipes.path.gave_up())", "true"),
+          _FILE, "(again && !pipes.path.gave_up())", "false"),
     Fault("l keeps to the old m",                          WRONG,      "float16",
           "attn/softmax.cuh", "l[r] *= rescale; sum[r] *= rescale;", "sum[r] *= rescale;"),
     Fault("the output keeps to the old m",                 WRONG,      "float16",
