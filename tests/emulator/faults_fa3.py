@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulator.faults import DEADLOCK, IN_FLIGHT, OUTPUT, PROTOCOL, RACE, WRONG, Fault
+from emulator.faults import BOUNDS, DEADLOCK, IN_FLIGHT, OUTPUT, PROTOCOL, RACE, WRONG, Fault
 
 # fmt: off
 _FILE, _PATH = "fa3_fwd_sm90.cu", "attn/tile_path.cuh"
@@ -45,7 +45,7 @@ FA3_FWD_SM90 = (
           _PATH, "(p.tickets, p.tile_count - 1)", "(p.tickets, p.tile_count)"),
     Fault("tickets begin with the tiles of the grid",      OUTPUT,     "plain",
           _PATH, "ptx::nctaid_x() + ptx::atom_inc", "ptx::atom_inc"),
-    Fault("heads of a section change places with rows",    OUTPUT,     "causal",
+    Fault("heads of a section change places with rows",    BOUNDS,     "causal",
           "attn/tile.cuh", "first + place % width", "first + place / width"),
     Fault("a tile that sees no key has no block",          DEADLOCK,   "causal",
           _PATH, "max_of(keys.last, keys.first + 1)", "keys.last"),
