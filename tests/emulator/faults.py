@@ -83,7 +83,7 @@ def _attention(dtype: str) -> dict[str, tuple[Case, ...]]:
 
 
 def _hopper() -> dict[str, tuple[Case, ...]]:
-    """Tiles have 192 queries and 128 keys, or 128 of both."""
+    """Tiles of 64 to 192 queries, and as many keys or fewer."""
 
     def case(seqlen_q: int, seqlen_k: int, **fields: object) -> Case:
         sizes = {"head_dim": 32, "head_dim_v": 32, "dtype": "bfloat16"}

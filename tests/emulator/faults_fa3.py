@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulator.faults import DEADLOCK, IN_FLIGHT, OUTPUT, PROTOCOL, RACE, WRONG, Fault
+from emulator.faults import BOUNDS, DEADLOCK, IN_FLIGHT, OUTPUT, PROTOCOL, RACE, WRONG, Fault
 
 # fmt: off
 _FILE, _PATH = "fa3_fwd_sm90.cu", "attn/tile_path.cuh"
