@@ -18,8 +18,12 @@ constexpr f32 kSlack = 8.f;
 // looks for the largest score: the largest float16 is 65504.
 constexpr f32 kMostFloat16Weight = 32768.f;
 
-// A sum of weights so large that products with values may overflow, though the sum does not.
-constexpr f32 kDoubtfulSum = 0x1p20f;
+// What a lane's part of l may become by blind updates: four lanes' are to add up to a finite number;
+// and beside a sink the weight of an old m may vanish where that of the row does not.
+constexpr f32 kMostSum = kSink ? 0x1p40f : 0x1p125f;
+
+// From here on sums of weights times values may overflow that would not with the right m.
+constexpr f32 kDoubtfulSum = 0x1p14f;
 
 // From scores, as score_mod leaves them, to exponents of 2.
 DEVICE Real exponent_scale(const Params& p) {
@@ -138,14 +142,14 @@ template <int kRows> struct OnlineSoftmax {
 
   // Whether blind updates have overflowed in any row of the warp, or a NaN has come in.
   template <class Output> DEVICE bool is_lost(Output& o) const {
-    bool doubtful = false;
+    bool doubtful = kLeft;  // later blocks, which are masked, may have made l small again
 #pragma unroll
     for (int r = 0; r < kRows; ++r) doubtful |= !(l[r] <= kDoubtfulSum);
     if (!ptx::vote_any(doubtful)) return false;
     bool lost = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      lost |= !(l[r] < infinity());
+      lost |= !(l[r] <= kMostSum);
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) lost |= !(abs_of(o.at(r, c)) < infinity());
     }
