@@ -389,10 +389,9 @@ def test_a_peer_computes_the_same_attention(cupy, peer, work):
             contender = peer.contender(peer.open(), work, [arrays])
             with contender.around():
                 out = contender.calls[0]()
-            cupy.cuda.get_current_stream().synchronize()
         except (UnsupportedError, RuntimeError, ValueError) as error:
             pytest.skip(f"refuses: {error}")
-        out = as_numpy(out[0] if isinstance(out, tuple) else out, work)
+    out = as_numpy(out[0] if isinstance(out, tuple) else out, work)
     wanted = exact(*map(to_numpy, arrays[:3]), causal=work.causal)
     # Other people's kernels may round more often than ours; another layout would be far off.
     assert (abs(out - wanted.out) <= 8 * wanted.out_bound.max()).all()
@@ -412,9 +411,17 @@ def test_cufa_is_timed_on_a_card(cupy):
         result = bench.measure(rig, work, ["fa2"], [], 2)
         (arrays,) = draw(cupy, work)
         out = peers.ours("fa2", work, [arrays], rig.extra_bytes).calls[0]()
-        cupy.cuda.get_current_stream().synchronize()
     assert result.figures["cufa fa2"].median_ms > 0
     assert_within_rounding(to_numpy(out), exact(*map(to_numpy, arrays[:3])))
+
+
+@pytest.mark.gpu
+def test_work_in_the_stream_of_a_rig_is_done_when_it_is_left(cupy, busy):
+    with rigs.make_rig("cupy").stream():
+        busy()
+        done = cupy.cuda.get_current_stream().record()
+        assert not done.done
+    assert done.done
 
 
 @pytest.mark.gpu
