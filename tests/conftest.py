@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # all processors are taken; read when BLAS is loaded
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Each process has its share of the processors; BLAS reads this when NumPy loads it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import numpy as np
 import pytest
