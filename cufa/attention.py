@@ -203,6 +203,10 @@ def merge(
     Sources: Ye et al., arXiv:2501.01005 (merging attention states, FlashInfer); Dao,
     arXiv:2307.08691 (the same between the blocks of one kernel). Computed from the difference to
     the larger lse, so that no exponential overflows.
+
+    Computed in the dtype of lse. CuPy, which computes it on a GPU, takes for zero what is below the
+    smallest normal number there (1.2e-38 in float32): a weight, its product with an output, the
+    result. `cufa.bounds.merged` is the error that all this excuses.
     """
     plain_choice("layout", layout, LAYOUTS)
     arrays = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}

@@ -100,12 +100,50 @@ def exact(
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
         bound += scores.shape[3] * smallest(q.dtype)
         if algorithm == "standard":
-            bound += np.finfo("float64" if q.dtype == np.float64 else "float32").tiny
+            bound += smallest_normal(q.dtype)
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 
     bound = bound.swapaxes(1, 2) if layout == "bshd" and rank > 2 else bound
     return Exact(out, lse, bound.reshape(out.shape), lse_bound.reshape(lse.shape), q.dtype)
+
+
+def merged(whole: Exact, a: Exact, b: Exact, layout: str = "bhsd") -> Exact:
+    """`whole` with the bounds of `cufa.merge` in place of those of one call.
+
+    Parameters
+    ----------
+    whole : Exact
+        Over all keys.
+    a, b : Exact
+        Over one part of the keys and over the others.
+    layout : {"bhsd", "bshd"}
+        Of all three.
+
+    Notes
+    -----
+    A part that is off by its bound is off by as much times its weight, ``exp(lse_a - lse)``. To the
+    bounds of the whole, which have the rounding of the result, come for each part:
+
+    - its own bound, times its weight;
+    - what the errors of both lse move its weight by, relative to it, times its weight and output;
+    - in an array library that takes for zero what it computes below the accumulator's smallest
+      normal number, as CuPy does: that number times its output, for the weight; and that number
+      again, for the product of the two.
+    """
+
+    def by_row(values: Array) -> Array:
+        turned = layout == "bshd" and whole.out.ndim > 2
+        return (values.swapaxes(-1, -2) if turned else values)[..., None]
+
+    base = np.where(whole.lse == -np.inf, 0, whole.lse)
+    moved_a, moved_b = (np.where(part.lse == -np.inf, 0, part.lse_bound) for part in (a, b))
+    moved, lost, bound = moved_a + moved_b, smallest_normal(whole.dtype), whole.out_bound
+    for part in (a, b):
+        weight, size = by_row(np.exp(part.lse - base)), abs(part.out)
+        bound = bound + weight * (part.out_bound + by_row(moved) * size)
+        bound += lost * (size + (size > 0))
+    return whole._replace(out_bound=bound, lse_bound=whole.lse_bound + moved)
 
 
 def worst_error(result: Any, expected: Exact) -> Error:
@@ -166,14 +204,19 @@ def rounding(dtype: np.dtype[Any]) -> tuple[float, float, float]:
     """The distance of the accumulator's numbers at 1, what may vanish, the roundoff of weights."""
     wide = _accumulator(dtype)
     if dtype.itemsize > 2:
-        return float(wide.eps), float(wide.tiny), 0.0
-    vanishing = max(float(wide.tiny), float(spacing(dtype, 0)) / 2)
+        return float(wide.eps), smallest_normal(dtype), 0.0
+    vanishing = max(smallest_normal(dtype), float(spacing(dtype, 0)) / 2)
     return float(wide.eps), vanishing, float(spacing(dtype, 1)) / 2
 
 
 def smallest(dtype: np.dtype[Any]) -> float:
     """The accumulator's smallest number above 0."""
     return float(_accumulator(dtype).smallest_subnormal)
+
+
+def smallest_normal(dtype: np.dtype[Any]) -> float:
+    """The accumulator's smallest number with all its digits; some hardware has none below it."""
+    return float(_accumulator(dtype).tiny)
 
 
 def _accumulator(dtype: np.dtype[Any]) -> np.finfo[Any]:

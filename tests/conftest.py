@@ -10,16 +10,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # all processors are taken; read when BLAS is loaded
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    # Each process has its share of the processors; BLAS reads this when NumPy loads it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
 import numpy as np
 import pytest
 from hypothesis import settings
+from streams import SHAPE, normal, spinning
 
+import cufa
 from cufa.gpu import build
 from cufa.testing import Case
 
@@ -53,6 +58,43 @@ def cupy() -> ModuleType:
 def fit(xp: ModuleType) -> Callable[[Case], Case]:
     """Bends a case so that a run of the GPU tests compiles few kernels; does nothing on NumPy."""
     return (lambda case: case) if xp is np else Case.few_kernels
+
+
+@pytest.fixture
+def busy(cupy: Any) -> Callable[[], None]:
+    """Puts work of a tenth of a second into CuPy's current stream."""
+    return spinning(cupy)
+
+
+@pytest.fixture
+def streams(cupy: Any) -> Iterator[tuple[Any, Any]]:
+    """CuPy's, which cufa works in, and another library's; neither waits for the default stream."""
+    ours, theirs = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with ours:
+        yield ours, theirs
+    cupy.cuda.Device().synchronize()
+
+
+@pytest.fixture
+def qkv(cupy: Any) -> Any:
+    """q, k and v of a call, in one array of CuPy."""
+    return normal(cupy, 3, *SHAPE)
+
+
+@pytest.fixture
+def want(cupy: Any, qkv: Any) -> Any:
+    """The answer to that call; its kernel is compiled, so that compiling hides no race."""
+    out = cufa.attention(*qkv)
+    cupy.cuda.Device().synchronize()
+    return out.get()
+
+
+@pytest.fixture(scope="module", params=["auto", "standard"])
+def each_algorithm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Calls of `cufa.attention` are by one algorithm, then by the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cufa, "attention", partial(cufa.attention, algorithm=request.param))
+        yield
 
 
 @pytest.fixture

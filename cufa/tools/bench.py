@@ -32,11 +32,11 @@ from cufa.tools.shapes import (
     positive,
 )
 from cufa.tools.timing import Contender, Figures, compare, reason
-from cufa.tools.workloads import PRESETS, Workload, copies_beyond, draw
+from cufa.tools.workloads import HOST_AMOUNT, PRESETS, Workload, copies_beyond, draw
 
 _ALGORITHMS = tuple(a for a in ALGORITHMS if a != "auto")
 #: What a problem is made of where there is no preset, by option.
-_SHAPE = {
+_SHAPE: dict[str, Any] = {
     "seqlen": [512, 2048, 8192],
     "seqlen_q": None,
     "head_dim": [64, 128],
@@ -47,16 +47,19 @@ _SHAPE = {
     "heads": None,
     "kv_heads": None,
 }
+#: The same on a CPU, where all of them together take about a minute.
+_HOST_SHAPE = {**_SHAPE, "seqlen": [512, 2048], "dtype": ["float32"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``python -m cufa bench``."""
     add = parser.add_argument
     add("--preset", choices=PRESETS, help="problems that have a name; see docs/tools.md")
-    add("--seqlen", type=positive, nargs="+", metavar="N", help="keys; default 512 2048 8192")
+    keys = "keys; default 512 2048 8192, on a CPU 512 2048"
+    add("--seqlen", type=positive, nargs="+", metavar="N", help=keys)
     add("--seqlen-q", type=positive, metavar="N", help="queries; default as many as keys")
     add("--head-dim", type=positive, nargs="+", metavar="D", help="default 64 128")
-    add("--dtype", nargs="+", choices=FLOAT_DTYPES, help="default bfloat16")
+    add("--dtype", nargs="+", choices=FLOAT_DTYPES, help="default bfloat16, on a CPU float32")
     add("--causal", choices=KINDS, help="default both")
     add_shape_arguments(parser)
     add("--only", default="", metavar="TEXT", help="problems whose title contains this")
@@ -125,17 +128,20 @@ def workloads(options: argparse.Namespace, rig: Rig) -> list[Workload]:
     if preset and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ArgumentError(f"--preset {preset} has shapes of its own; leave out {names}")
-    works = PRESETS[preset]() if preset else _combinations({**_SHAPE, **given})
+    works = PRESETS[preset]() if preset else _combinations(given, rig.backend)
     found = [work for work in works if options.only in str(work)]
     if not found:
         raise ArgumentError(f"--only is {options.only!r}, which is in no title of a problem")
     return found
 
 
-def _combinations(shape: dict[str, Any]) -> list[Workload]:
+def _combinations(given: dict[str, Any], backend: str) -> list[Workload]:
+    host = backend == "numpy"
+    shape = {**(_HOST_SHAPE if host else _SHAPE), **given}
+    amount = HOST_AMOUNT if host else {}
     each = product(shape["dtype"], shape["head_dim"], KINDS[shape["causal"]], shape["seqlen"])
     names = ("batch", "heads", "kv_heads", "seqlen_q", "head_dim_v")
-    fixed = {name: shape[name] for name in names}
+    fixed = {name: shape[name] for name in names} | amount
     return [make_workload(n, d, dtype=dtype, causal=c, **fixed) for dtype, d, c, n in each]
 
 
@@ -145,12 +151,16 @@ def choose_peers(options: argparse.Namespace, rig: Rig) -> list[Peer]:
     Raises
     ------
     ArgumentError
-        A name that no peer of the backend has.
+        A name that no peer of the backend has, or none together with others.
     """
     known = {peer.name: peer for peer in PEERS if peer.backend == rig.backend}
     names = options.peer or (["none"] if options.preset == "claims" else list(known))
     if names == ["none"]:
         return []
+    if "none" in names:
+        raise ArgumentError(
+            f"--peer is {' '.join(names)}; none stands alone: leave it out, or the others"
+        )
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ArgumentError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
@@ -105,6 +106,16 @@ def extra_bytes(call: Callable[[], Any]) -> int:
 def new_stream() -> Any:
     """A stream that waits for no other."""
     return cupy.cuda.Stream(non_blocking=True)
+
+
+@contextmanager
+def working_in(stream: Any) -> Iterator[None]:
+    """All work goes to this stream, and is done when the context is left."""
+    try:
+        with stream:
+            yield
+    finally:
+        stream.synchronize()
 
 
 def current_stream() -> int:

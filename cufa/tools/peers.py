@@ -232,7 +232,8 @@ def _formula(formula: Callable[..., Any]) -> Bind:
             elif work.heads != work.kv_heads:
                 k, v = (np.repeat(a, work.heads // work.kv_heads, 1) for a in (k, v))
             q, k, v = (a.astype(wide, copy=False) for a in (q, k, v))
-            out = formula(q, k, v, bias, hidden).astype(arrays.q.dtype, copy=False)
+            with np.errstate(invalid="ignore"):  # -inf - -inf, where no key is seen
+                out = formula(q, k, v, bias, hidden).astype(arrays.q.dtype, copy=False)
             return out.reshape(work.batch, work.heads, work.seqlen_q, work.head_dim_v)
 
         return Contender(

@@ -33,7 +33,7 @@ class Rig:
     cache_bytes : int, default 0
         Inputs are rotated until they exceed this cache twice.
     stream : callable
-        Makes the context that all work is to be in.
+        Makes the context that all work is to be in; the work is done when it is left.
     release : callable
         Gives freed memory back, so that other libraries find it.
     """
@@ -81,7 +81,7 @@ def make_rig(backend: str | None = None) -> Rig:
         card.extra_bytes,
         card.facts(),
         cache_bytes=card.l2_bytes(),
-        stream=lambda: stream,
+        stream=lambda: card.working_in(stream),
         release=card.release,
     )
 

@@ -23,11 +23,12 @@ def positive(text: str) -> int:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Sizes that all problems share; what is not given makes the papers' amount of work."""
+    """Sizes that all problems share; what is not given makes the papers' amount of work, or, on a
+    CPU, a small part of it."""
     add = parser.add_argument
     add("--head-dim-v", type=positive, metavar="D", help="default as --head-dim")
-    add("--batch", type=positive, metavar="N", help="default: 16384 tokens together")
-    add("--heads", type=positive, metavar="N", help="default: heads * head_dim is 2048")
+    add("--batch", type=positive, metavar="N", help="default: 16384 tokens together; on a CPU 2048")
+    add("--heads", type=positive, metavar="N", help="default: heads * head_dim 2048; on a CPU 512")
     add("--kv-heads", type=positive, metavar="N", help="default as --heads")
 
 

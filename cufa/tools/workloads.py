@@ -13,6 +13,8 @@ from cufa.options import ITEMSIZE, numpy_dtype
 
 #: The FlashAttention papers' amount of work: tokens of a batch, and heads times head_dim.
 TOKENS, HIDDEN = 16384, 2048
+#: A thirtieth of that, for a CPU.
+HOST_AMOUNT = {"tokens": 2048, "hidden": 512}
 #: Copies of the inputs at most; a burst has few more calls than that.
 _MAX_COPIES = 64
 #: Numbers of a block of noise: odd, so that no two heads are alike.
@@ -109,6 +111,7 @@ def workload(
     dtype: str = "bfloat16",
     causal: bool = False,
     tokens: int = TOKENS,
+    hidden: int = HIDDEN,
     batch: int | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
@@ -117,8 +120,8 @@ def workload(
     bias: bool = False,
     out: bool = False,
 ) -> Workload:
-    """A workload whose batch and heads, unless given, make the papers' amount of work."""
-    heads = heads or max(1, HIDDEN // head_dim)
+    """A workload whose batch and heads, unless given, make an amount of work: the papers'."""
+    heads = heads or max(1, hidden // head_dim)
     return Workload(
         dtype=dtype,
         batch=batch or max(1, tokens // seqlen),
