@@ -204,7 +204,7 @@ def section(problem: Problem) -> int:
     kv_heads = max(1, problem.batch * problem.kv_heads)
     groups = min(kv_heads, max(fitting, -(-_SECTION // problem.group)))
     sections = -(-kv_heads // groups)
-    even = (n for n in range(sections, 2 * sections) if kv_heads % n == 0)
+    even = (n for n in range(sections, 2 * kv_heads // groups + 1) if kv_heads % n == 0)
     return problem.group * -(-kv_heads // next(even, sections))
 
 

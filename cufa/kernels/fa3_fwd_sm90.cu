@@ -37,12 +37,13 @@ static_assert(kSmemBytes == kQBuffers * TileQ::kBytes + kKeyBytes + kControlByte
               "gpu/config.py");
 static_assert(kAligned && sizeof(Elem) == 2);
 
-// Registers of a thread, in eights: what a block is given of the multiprocessor's 65536, and what the
-// warpgroups that compute have after the one that loads has given up most of its own.
-constexpr int kGivenRegs = 65536 / (kBlocksPerSm * kThreads) / 8 * 8;
+// Registers of a thread, in eights: what a block is given of the multiprocessor's 65536, and what
+// the warpgroups that compute have after the one that loads has given up most of its own.
+constexpr int kMostRegs = 248;
+constexpr int kGivenRegs = min_of(kMostRegs, 65536 / (kBlocksPerSm * kThreads) / 8 * 8);
 constexpr int kProducerRegs = 24;
 constexpr int kConsumerRegs =
-    (kGivenRegs + (kGivenRegs - kProducerRegs) / kConsumers) / 8 * 8;
+    min_of(kMostRegs, (kGivenRegs + (kGivenRegs - kProducerRegs) / kConsumers) / 8 * 8);
 
 // Warpgroups take turns to issue products: named barriers, one for each.
 constexpr bool kTakeTurns = kConsumers > 1;

@@ -53,8 +53,10 @@ def _fa1_fwd(c: Config, size: int, d: int, dv: int) -> bool:
 
 
 def _fa3_fwd_sm90(c: Config, size: int, d: int, dv: int) -> bool:
-    # Of a thread of the warpgroups that compute; each has 64 rows, and one more loads.
-    registers = 160 if c.block_m == 192 else 240
+    # Of a thread of the warpgroups that compute, which have 64 rows each: its own, and what the one
+    # that loads gives up, all but 24 a thread.
+    given = min(248, _REGISTERS // (c.threads * c.blocks_per_sm))
+    registers = min(248, given + (given - 24) // (c.block_m // 64))
     scores, weights, output = c.block_n // 2, c.block_n // 4, dv // 2
     return scores + weights + output < registers
 
@@ -71,8 +73,8 @@ _RULES: dict[str, Callable[[Config, int, int, int], bool]] = {
 #: All tiles of kernels where threads go with the rows of a block, so that neighbours have few.
 _LISTED: dict[str, Sequence[Config]] = {
     "fa3_fwd_sm90": [
-        Config(m, n, 128 * (m // 64 + 1), stages, 1)
-        for m, n, stages in product((64, 128, 192), range(32, 257, 32), (2, 3))
+        Config(m, n, 128 * (m // 64 + 1), stages, blocks)
+        for m, n, stages, blocks in product((64, 128, 192), range(32, 257, 32), (2, 4), (1, 2, 3))
     ],
 }
 

@@ -18,8 +18,8 @@ constexpr f32 kSlack = 8.f;
 // looks for the largest score: the largest float16 is 65504.
 constexpr f32 kMostFloat16Weight = 32768.f;
 
-// What a lane's part of l may become by blind updates: four lanes' are to add up to a finite number;
-// and beside a sink the weight of an old m may vanish where that of the row does not.
+// What a lane's part of l may become by blind updates: the parts of four lanes are to have a finite
+// sum, and beside a sink the weight of an old m may vanish where that of the row does not.
 constexpr f32 kMostSum = kSink ? 0x1p40f : 0x1p125f;
 
 // From here on sums of weights times values may overflow that would not with the right m.

@@ -22,9 +22,9 @@ struct Job {
   }
 };
 
-// Slots of shared memory, in turn, each with a job and for each of kWarps warps whether it has given
-// up on it. When a slot is next again, the producer sends the same tile once more if any has. So
-// what a row's result is made of depends on the numbers alone, not on who computed it when.
+// Slots of shared memory, in turn, each with a job and, for each of kWarps warps, whether it has
+// given up on it. When a slot is next again, the producer sends the same tile once more if any has.
+// So what a row's result is made of depends on the numbers alone, not on who computed it when.
 template <int kWarps> struct TilePath {
   static constexpr int kSlots = 4;
   struct Slot {
@@ -75,7 +75,6 @@ template <int kWarps> struct TilePath {
     ++sent.turn;
     return JobKind(kind);
   }
-  DEVICE const Job& latest() const { return slots[(sent.turn - 1) % kSlots].job; }
 
   // The first job that is not done, whether this warp gave up on it the time before, and its end.
   DEVICE const Job& due() const { return slots[done.stage()].job; }
@@ -91,8 +90,8 @@ template <int kWarps> struct TilePath {
     KeyRange keys = visible_keys(p, tile);
     // One block at least, so that a tile that sees no key goes the way of all.
     keys.last = max_of(keys.last, keys.first + 1);
-    // Every row is to have seen a key before the whole blocks, whose bound on the right is the first
-    // row's.
+    // Every row is to have seen a key before the whole blocks, whose bound on the right is that of
+    // the first row.
     if constexpr (kRight)
       keys.whole_last = min_of(keys.whole_last, max_of(0, row_end(p, tile.row0) - 1) / kBlockN);
     return keys;
