@@ -6,7 +6,7 @@
 //   grid  at most one block for each multiprocessor: blocks stay, and take tile after tile
 //   block warpgroups that compute, of 64 rows each; then one that loads
 //   smem  kQBuffers tiles of Q, kStages each of K and V, mbarriers
-#include "attn/block_softmax.cuh"
+#include "attn/blind_softmax.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
 #include "attn/score_mod.cuh"
@@ -112,7 +112,7 @@ struct Consumer {
   Output o;
   bool fresh;       // O of this tile has not begun: the next product is all of it
   Weights weights;  // P of the latest block, whose product with V is still to come
-  OnlineSoftmax<2> softmax;
+  BlindSoftmax softmax;
 
   DEVICE Consumer(const Params& params, Pipelines pipelines, int warpgroup)
       : p(params), pipes(pipelines), warpgroup(warpgroup), softmax(params) {}
@@ -176,8 +176,7 @@ struct Consumer {
     if (n == job.keys.first) pipes.q.give_back();
     score_mod(s, p, job.tile, n * kBlockN);
     if (job.keys.is_partial(n)) apply_mask(s, p, job.tile, n * kBlockN);
-    row_maxima(s, softmax.m);
-    exponentials(s, softmax.m, softmax.scale, softmax.l);
+    softmax.begin(s);
     weights = narrow(s);
     fresh = true;
   }

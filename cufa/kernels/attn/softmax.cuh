@@ -14,17 +14,6 @@ constexpr f32 kFoldLimit = 16384.f;
 // weights are up to 2^kSlack, which costs no precision, and most blocks multiply no output.
 constexpr f32 kSlack = 8.f;
 
-// How large the float16 weights of a row that one lane has of a block may be together, where nobody
-// looks for the largest score: the largest float16 is 65504.
-constexpr f32 kMostFloat16Weight = 32768.f;
-
-// What a lane's part of l may become by blind updates: the parts of four lanes are to have a finite
-// sum, and beside a sink the weight of an old m may vanish where that of the row does not.
-constexpr f32 kMostSum = kSink ? 0x1p40f : 0x1p125f;
-
-// From here on sums of weights times values may overflow that would not with the right m.
-constexpr f32 kDoubtfulSum = 0x1p14f;
-
 // From scores, as score_mod leaves them, to exponents of 2.
 DEVICE Real exponent_scale(const Params& p) {
   return kFoldScale ? Real(p.scale * kLog2e) : Real(kLog2e);
@@ -110,52 +99,6 @@ template <int kRows> struct OnlineSoftmax {
     }
   }
 
-  // The same without a look at the scores: weights are relative to the m that earlier blocks have
-  // left. bfloat16 has float32's range, and they may become as large as that. Where they overflow,
-  // or m is of no use (-inf, or beyond kFoldLimit), l is not finite from here on, and `is_lost`
-  // tells. float16 has 16 powers of 2 above 1: where weights leave them, m moves up.
-  template <class Scores, class Follow> DEVICE void update_blind(Scores& s, Follow follow) {
-    Real base[kRows], sum[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      base[r] = can_fold(m[r], scale) ? ptx::mul_rn(m[r], scale) : nan();
-      sum[r] = 0;
-    }
-    // By pairs and by rows in turn: the additions are two chains, and wait for nobody else.
-#pragma unroll
-    for (int c = 0; c < Scores::kCols; c += 2)
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        s.at(r, c) = exp2_of(s.at(r, c) * scale - base[r]);
-        s.at(r, c + 1) = exp2_of(s.at(r, c + 1) * scale - base[r]);
-        sum[r] += s.at(r, c) + s.at(r, c + 1);
-      }
-    if constexpr (kDType == kFloat16) {
-      bool large = false;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) large |= !(sum[r] <= kMostFloat16Weight);
-      if (ptx::vote_any(large)) move_up_by_weights(s, sum, follow);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) l[r] += sum[r];
-  }
-
-  // Whether blind updates have overflowed in any row of the warp, or a NaN has come in.
-  template <class Output> DEVICE bool is_lost(Output& o) const {
-    bool doubtful = kLeft;  // later blocks, which are masked, may have made l small again
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) doubtful |= !(l[r] <= kDoubtfulSum);
-    if (!ptx::vote_any(doubtful)) return false;
-    bool lost = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      lost |= !(l[r] <= kMostSum);
-#pragma unroll
-      for (int c = 0; c < Output::kCols; ++c) lost |= !(abs_of(o.at(r, c)) < infinity());
-    }
-    return ptx::vote_any(lost);
-  }
-
   // Divides the output by l; returns lse, natural log. A row that saw no key gives 0 and -inf.
   template <class Output>
   DEVICE void finish(Output& o, const Params& p, const Tile& tile, Real (&lse)[kRows]) {
@@ -198,25 +141,6 @@ template <int kRows> struct OnlineSoftmax {
       }
       const Real rescale = exp2_of(from - base);
       l[r] *= rescale;
-      follow(r, rescale);
-    }
-  }
-
-  // The same where s are weights already: none is above 2 after it, or l is not finite.
-  template <class Scores, class Follow>
-  DEVICE void move_up_by_weights(Scores& s, Real (&sum)[kRows], Follow follow) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      Real top = 1;  // m stays where all weights are below
-#pragma unroll
-      for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
-      top = row_max<Scores::kRowLanes>(top);
-      const Real previous = m[r];
-      m[r] += exponent_of(top) * ptx::rcp_approx(scale);
-      const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
-      l[r] *= rescale;
-      sum[r] *= rescale;
-      scale_row(s, r, rescale);
       follow(r, rescale);
     }
   }
