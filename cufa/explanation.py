@@ -76,7 +76,7 @@ class Explanation:
 
 
 def explain(q: Any, k: Any, v: Any, *, arch: int | None = None, **options: Any) -> Explanation:
-    """Which kernel would serve ``attention(q, k, v, **options)``, and why those before it cannot.
+    """Which kernel would serve ``attention(q, k, v, **options)``, and why others cannot.
 
     Computes nothing, allocates nothing and compiles nothing.
 

@@ -225,7 +225,7 @@ def test_an_error_of_the_driver_is_ours_with_the_map(driver: PaperDriver):
 
 
 def test_an_address_between_multiples_of_16_is_refused():
-    with pytest.raises(ValueError, match="multiples of 16"):
+    with pytest.raises(ValueError, match="a multiple of 16"):
         TensorMap(**LEGAL).encoded(4104)
 
 

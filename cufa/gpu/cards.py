@@ -39,10 +39,11 @@ class _Counters(threading.local):
 
 
 _counters = _Counters()
+#: Counters of a page.
 _PAGE = 128
 #: Pages of counters for kernels in CUDA graphs, kept for good: a graph may be launched at any time.
 _pages: list[Any] = []
-#: Those that no graph has yet, by device.
+#: Their counters that no graph has yet, by device.
 _spare: defaultdict[int, list[Any]] = defaultdict(list)
 
 

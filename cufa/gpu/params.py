@@ -57,8 +57,8 @@ def make_params(
 ) -> np.ndarray[Any, Any]:
     """The parameters of one launch, one opaque item, shape (1,), every pointer and map 0.
 
-    `tiles` is the number of query tiles of one head, or of ranges of them, and `section` that of
-    heads whose longest tiles are worked on together.
+    `tiles` is the number of query tiles of one head, or of ranges of them, and `section` the number
+    of query heads that are worked on together (`plan.section`).
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):

@@ -17,8 +17,9 @@ from cufa.options import ITEMSIZE
 from cufa.problem import Problem
 
 _MAX_GRID = (1 << 31) - 1
-#: What keys and values of a section may take of L2, and how many query heads it has at least: fewer
-#: would be at too many places of their keys at once.
+#: What keys and values of a section may take of L2, and how many query heads it has even so, before
+#: sections are evened out: of fewer, more tiles each would be in work at once, at as many places of
+#: a head's keys.
 _L2_BYTES, _SECTION = 32 << 20, 8
 #: What to load a key block costs, in query tiles that are computed meanwhile.
 _LOAD_TILES = 2
@@ -78,7 +79,7 @@ class Step:
     params: np.ndarray[Any, Any]
     threads: int
     smem_bytes: int
-    #: Of q, k and v, or none.
+    #: Of q, k and v; empty if the kernel loads without TMA.
     maps: tuple[TensorMap, ...] = ()
     #: Whether blocks take their work by tickets, which they count in an array of one uint32.
     tickets: bool = False
@@ -196,9 +197,11 @@ def _maps(problem: Problem, config: Config) -> tuple[TensorMap, ...]:
 
 
 def section(problem: Problem) -> int:
-    """How many query heads, of those of all batches, are worked on together: so many that their
-    keys and values fit L2, but no fewer than 8; whole groups that share a key/value head; and
-    sections of one size, where up to twice as many make them so."""
+    """How many query heads, of those of all batches, are worked on together.
+
+    As many as have keys and values that fit L2 together, or 8 if fewer have, in whole groups that
+    share a key/value head. Where up to twice as many sections would all be of one size, those.
+    """
     bytes_per_key = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     fitting = _L2_BYTES // max(1, problem.seqlen_k * bytes_per_key)
     kv_heads = max(1, problem.batch * problem.kv_heads)

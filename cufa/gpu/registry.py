@@ -19,11 +19,13 @@ class KernelSpec:
     """Some of what one `.cu` file serves.
 
     `name` is the file's and the function's name; `min_arch` the oldest architecture; `aligned` asks
-    for rows of q, k, v and out that start at multiples of 16 bytes, and are not too far apart.
+    for rows of q, k, v and out that start at multiples of 16 bytes, and, without `tma`, are not too
+    far apart.
 
-    A kernel of `one_arch` has instructions of that architecture's own, and is compiled for it
-    alone. One with `tma` loads q, k and v by tensor maps. One that is `persistent` fills the card
-    with blocks once, and each takes query tiles as they come, by tickets.
+    A kernel of `one_arch` has instructions of `min_arch` alone, and is compiled for no other. One
+    with `tma` loads q, k and v by tensor maps, and asks for strides that these can have. One that
+    is `persistent` fills the card with blocks once, and each takes query tiles as they come, by
+    tickets.
     """
 
     name: str

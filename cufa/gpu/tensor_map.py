@@ -11,15 +11,15 @@ from cufa.errors import BuildError
 from cufa.options import ITEMSIZE
 from cufa.problem import Operand
 
-#: A map takes so many bytes, and is passed at a multiple of so many.
+#: Bytes of a map, and what its address, wherever it is passed, is a multiple of.
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-#: Strides stay below, in bytes.
+#: Strides, in bytes, are below this.
 STRIDE_LIMIT = 1 << 40
-#: Of the array's address, and of every stride.
+#: What the array's address and every stride are multiples of, in bytes.
 _ALIGNMENT = 16
-#: In elements, along each axis.
+#: Elements of a box along each axis, at most.
 _MAX_BOX = 256
-#: Rows of shared memory that are swizzled together, in bytes; a box is as wide.
+#: Bytes of a row of shared memory within which 16-byte chunks are permuted; a box is as wide.
 _SWIZZLE_BYTES = 128
 
 
@@ -95,7 +95,7 @@ class TensorMap:
             The address is no multiple of 16.
         """
         if address % _ALIGNMENT:
-            raise ValueError(f"a tensor map needs an address of multiples of {_ALIGNMENT}")
+            raise ValueError(f"a tensor map needs an address that is a multiple of {_ALIGNMENT}")
         encode, facts, layout = self._arguments
         status, made = encode(*facts, address, *layout)
         if status:

@@ -3,9 +3,11 @@
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   tensor maps; Tk > 0
 //   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
-//   grid  at most one block for each multiprocessor: blocks stay, and take tile after tile
+//   grid  at most as many blocks as the card has room for: they stay, and take tile after tile
 //   block warpgroups that compute, of 64 rows each; then one that loads
-//   smem  kQBuffers tiles of Q, kStages each of K and V, mbarriers
+//   smem  kQBuffers tiles of Q, kStages each of K and V; mbarriers and jobs in kControlBytes
+//
+// docs/hopper.md tells the whole.
 #include "attn/blind_softmax.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
@@ -37,20 +39,22 @@ static_assert(kSmemBytes == kQBuffers * TileQ::kBytes + kKeyBytes + kControlByte
               "gpu/config.py");
 static_assert(kAligned && sizeof(Elem) == 2);
 
-// Registers of a thread, in eights: what a block is given of the multiprocessor's 65536, and what
-// the warpgroups that compute have after the one that loads has given up most of its own.
+// Registers of a thread, in eights as setmaxnreg counts: what it has at launch, its share of the
+// multiprocessor's 65536, and what the warpgroups that compute have once the one that loads has
+// given up most of its own.
 constexpr int kMostRegs = 248;
 constexpr int kGivenRegs = min_of(kMostRegs, 65536 / (kBlocksPerSm * kThreads) / 8 * 8);
 constexpr int kProducerRegs = 24;
 constexpr int kConsumerRegs =
     min_of(kMostRegs, (kGivenRegs + (kGivenRegs - kProducerRegs) / kConsumers) / 8 * 8);
 
-// Warpgroups take turns to issue products: named barriers, one for each.
+// Warpgroups take turns to issue products. Each waits for its turn at a named barrier of its own,
+// kTurn and on, where the one before it arrives.
 constexpr bool kTakeTurns = kConsumers > 1;
 constexpr int kTurn = 1;
 
-// Whether most blocks may be weighed by an old maximum. A mask or a bias may hide all keys of a row
-// up to there, and then it has none.
+// Whether whole blocks may be weighed by the maximum of earlier ones. Beside a mask or a bias a row
+// may have none yet: all its keys so far may be hidden.
 constexpr bool kBlind = !kMask && kBias == kNone;
 
 struct Pipelines {
@@ -82,8 +86,8 @@ struct Pipelines {
   }
 };
 
-// One thread loads, in the order in which consumers want it: K a block ahead of V, and with two
-// buffers for Q also across the end of a tile.
+// One thread loads, in the order in which consumers want it: K a block ahead of V, also across the
+// end of a tile, for `end_and_begin`.
 DEVICE void produce(const Params& p, Pipelines pipes) {
   int owed_block = -1;  // of V, whose K has been loaded
   int owed_head = 0, owed_batch = 0;
@@ -119,6 +123,7 @@ struct Consumer {
 
   DEVICE void run() {
     JobKind kind = pipes.path.next();
+    // The first turn is the first warpgroup's: it arrives in place of the one before.
     if (kTakeTurns && warpgroup == 0) ptx::bar_arrive(kTurn, 256);
     while (kind != JobKind::kEnd) {
       if (kind == JobKind::kNothing) {
@@ -138,8 +143,8 @@ struct Consumer {
   }
 
  private:
-  // S = Q K^T and O += P V of the block before, under way together; S is there at the end. Their
-  // addresses come before the wait: no product is to wait for them.
+  // S = Q K^T, and O += P V of the block before: both are issued, and S is there at the end.
+  // Addresses are made before the wait, so that no product waits for them.
   DEVICE void multiply(Scores& s) {
     const TileQ q = pipes.q.tile();
     const TileK k = pipes.k.tile();
@@ -181,14 +186,15 @@ struct Consumer {
     fresh = true;
   }
 
-  // All other blocks. Those that lie inside every row's bounds come between those that do not.
+  // All other blocks, down to the first: some that bounds on the right cut, then whole ones, then
+  // some that bounds on the left cut. The whole ones are blind if kBlind, but not the second time.
   DEVICE void finish_keys() {
     const Job& job = pipes.path.due();
     const KeyRange keys = job.keys;
     int n = keys.last - 2;
     if constexpr (kBlind) {
-      const int blind = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
-      for (; n >= max_of(keys.first, blind); --n) step<false>(job, n, keys.first);
+      const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
+      for (; n >= max_of(keys.first, blind_last); --n) step<false>(job, n, keys.first);
       for (; n >= max_of(keys.first, keys.whole_first); --n) step<true>(job, n, keys.first);
     }
     if constexpr (!kBlind || kLeft)
@@ -207,7 +213,8 @@ struct Consumer {
     if constexpr (kIsBlind) {  // the block lies inside every row's bounds
       softmax.update_blind(s, follow);
     } else {
-      // Few, where there are blind ones: better no weights in registers beside the mask's numbers.
+      // Where others are blind, such blocks are few: let O be done, so that the weights' registers
+      // are free for the mask.
       if constexpr (kBlind) ptx::wgmma_wait_group<0>();
       apply_mask(s, p, job.tile, n * kBlockN);
       softmax.update_apart(s, follow);
@@ -241,8 +248,9 @@ struct Consumer {
     weigh_first(s);
   }
 
-  // The results, when at most kPending products are under way; not of a warp that gives up, before
-  // the second time, and then not of the others.
+  // Stores the results once at most kPending products are under way: the first time not those of a
+  // warp that gives up, the second time those alone. What is not to be stored lies past the end,
+  // since a branch around the results would cost more.
   template <int kPending> DEVICE void store() {
     const Job& job = pipes.path.due();
     Real factors[2], lse[2];
@@ -252,7 +260,7 @@ struct Consumer {
     const bool again = job.kind == JobKind::kAgain;
     const bool give_up = kBlind && !again && softmax.is_lost(o);
     Tile tile = job.tile;
-    if (give_up || (again && !pipes.path.gave_up())) tile.row0 = p.seqlen_q;  // no row is stored
+    if (give_up || (again && !pipes.path.gave_up())) tile.row0 = p.seqlen_q;
 #pragma unroll
     for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
     store_output(o, p, tile);
@@ -269,7 +277,8 @@ fa3_fwd_sm90(const __grid_constant__ Params p) {
     ptx::fence_mbarrier_init();
   }
   ptx::bar_sync();  // all see the barriers
-  // One number for the warp, and so all that comes of it.
+  // The same in all lanes, and shfl tells the compiler so: what comes of it needs no registers of
+  // each thread.
   const int warpgroup = ptx::shfl_idx(ptx::tid_x() / 128, 0);
   if (warpgroup == kConsumers) {
     ptx::setmaxnreg_dec<kProducerRegs>();

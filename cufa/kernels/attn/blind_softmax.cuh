@@ -1,16 +1,19 @@
-// Softmax over blocks for whose largest score nobody looks. docs/hopper.md says why it is exact.
+// Online softmax that looks for the largest score in some blocks only; the others are blind.
+// docs/hopper.md, section 4, says why it is exact.
 #pragma once
 #include "attn/block_softmax.cuh"
 
-// How large the float16 weights of a row that one lane has of a block may be together, where nobody
-// looks for the largest score: the largest float16 is 65504.
-constexpr f32 kMostFloat16Weight = 32768.f;
+// Up to this sum, of one lane's weights of a row in one block, m stays where float16 is: none of
+// them is above it then, and the largest float16 is 65504.
+constexpr f32 kMostFloat16Sum = 32768.f;
 
-// What a lane's part of l may become by blind updates: the parts of four lanes are to have a finite
-// sum, and beside a sink the weight of an old m may vanish where that of the row does not.
+// Above this a lane's part of l counts as lost: the parts of four lanes are to have a finite sum,
+// and beside a sink `end_row` scales by the weight of m relative to the sink, which may be flushed
+// to 0 where that of the row's largest score is not.
 constexpr f32 kMostSum = kSink ? 0x1p40f : 0x1p125f;
 
-// From here on sums of weights times values may overflow that would not with the right m.
+// Where a lane's part of l is above this, weights times values may have overflowed that would not
+// relative to the largest score: O has to be looked at.
 constexpr f32 kDoubtfulSum = 0x1p14f;
 
 // The two rows that a lane has of the 16 of its warp.
@@ -36,7 +39,8 @@ struct BlindSoftmax : OnlineSoftmax<2> {
       base[r] = can_fold(m[r], scale) ? ptx::mul_rn(m[r], scale) : nan();
       sum[r] = 0;
     }
-    // By pairs and by rows in turn: the additions are two chains, and wait for nobody else.
+    // By pairs, and by rows in turn: the sums are two chains of half as many additions, neither of
+    // which waits for the other.
 #pragma unroll
     for (int c = 0; c < Scores::kCols; c += 2)
 #pragma unroll
@@ -48,7 +52,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     if constexpr (kDType == kFloat16) {
       bool large = false;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) large |= !(sum[r] <= kMostFloat16Weight);
+      for (int r = 0; r < kRows; ++r) large |= !(sum[r] <= kMostFloat16Sum);
       if (ptx::vote_any(large)) move_up_by_weights(s, sum, follow);
     }
 #pragma unroll

@@ -16,9 +16,9 @@ struct Tile {
     place(p, sequence_head);
   }
 
-  // Tile `number` in the order in which blocks that stay take them. Where later rows see more keys,
-  // the longest tiles come first, that the last to start be short; by sections of heads whose keys
-  // and values fit L2 together.
+  // Tile `number`, in the order in which blocks that stay take them: head by head, but where later
+  // rows see more keys section by section of p.section heads. In each the longest tiles of all its
+  // heads come first, so that those in work at the end are short.
   DEVICE static Tile in_turn(const Params& p, int number) {
     if constexpr (!kRight) return Tile(p, number);
     const int heads = p.tile_count / p.tiles.value;  // of all sequences

@@ -14,8 +14,8 @@ enum class JobKind : int {
 
 struct Job {
   JobKind kind;
-  Tile tile;  // this and keys only of a tile
-  KeyRange keys;
+  Tile tile;      // of kTile and kAgain alone,
+  KeyRange keys;  // as are these
 
   DEVICE static bool is_tile(JobKind kind) {
     return kind == JobKind::kTile || kind == JobKind::kAgain;
@@ -23,8 +23,8 @@ struct Job {
 };
 
 // Slots of shared memory, in turn, each with a job and, for each of kWarps warps, whether it has
-// given up on it. When a slot is next again, the producer sends the same tile once more if any has.
-// So what a row's result is made of depends on the numbers alone, not on who computed it when.
+// given up on it. If any has, the producer sends the same tile once more when the slot is next. So
+// a row's result depends on its numbers alone, not on which block computed it when.
 template <int kWarps> struct TilePath {
   static constexpr int kSlots = 4;
   struct Slot {
@@ -34,7 +34,9 @@ template <int kWarps> struct TilePath {
   using Turns = Pipeline<kSlots>;
   static constexpr int kBytes = Turns::kBytes + kSlots * sizeof(Slot);
 
-  Turns sent, done;  // of jobs that are sent or received, and of those that are computed
+  // Two counts over the same barriers, as a consumer receives a job before it gives back the one
+  // before: of jobs that are sent or received, and of those that are computed.
+  Turns sent, done;
   Slot* slots;
 
   // kBytes of shared memory from `memory` on, whose address is `address`.
@@ -43,16 +45,17 @@ template <int kWarps> struct TilePath {
 
   DEVICE void init() const { sent.init(kWarps); }
 
-  // By the producer: load(job) is called for each job, as soon as consumers know of it. A block
-  // draws the next tile's number once for each tile that it takes, so that the count that blocks
-  // share ends at 0, where the next launch begins.
+  // By the producer: load(kind, job) is called for each job, as soon as consumers know of it. A
+  // block's first tile has the block's number; it draws the next one once for each tile that it
+  // takes. So blocks draw as often as there are tiles, and the count that they share, which wraps
+  // there, ends at 0, where the next launch begins.
   template <class Load> DEVICE void produce(const Params& p, Load load) {
     u32 next = ptx::ctaid_x();
     for (int idle = 0; idle <= kSlots;) {  // until every slot has come back without a tile
       sent.wait_empty();
       Slot& slot = slots[sent.stage()];
       JobKind kind = idle < kSlots ? JobKind::kNothing : JobKind::kEnd;
-      if (sent.turn >= kSlots && any_gave_up(slot)) {
+      if (sent.turn >= kSlots && any_gave_up(slot)) {  // before, nobody has written there
         kind = JobKind::kAgain;
       } else if (next < p.tile_count) {
         kind = JobKind::kTile;
@@ -68,7 +71,7 @@ template <int kWarps> struct TilePath {
     }
   }
 
-  // By a consumer warp: waits for the next job.
+  // By a consumer warp: waits for the next job, which is `due` once those before are given back.
   DEVICE JobKind next() {
     sent.wait_full();
     const int kind = ptx::shfl_idx(int(slots[sent.stage()].job.kind), 0);  // one for the warp
@@ -76,7 +79,8 @@ template <int kWarps> struct TilePath {
     return JobKind(kind);
   }
 
-  // The first job that is not done, whether this warp gave up on it the time before, and its end.
+  // The earliest job that is not given back; whether this warp gave up on it the first time, if it
+  // is a kAgain; and its end.
   DEVICE const Job& due() const { return slots[done.stage()].job; }
   DEVICE bool gave_up() const { return slots[done.stage()].gave_up[warp()]; }
   DEVICE void give_back(bool give_up) {
@@ -90,8 +94,8 @@ template <int kWarps> struct TilePath {
     KeyRange keys = visible_keys(p, tile);
     // One block at least, so that a tile that sees no key goes the way of all.
     keys.last = max_of(keys.last, keys.first + 1);
-    // Every row is to have seen a key before the whole blocks, whose bound on the right is that of
-    // the first row.
+    // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
+    // on the right: the block with its last key does not count as whole.
     if constexpr (kRight)
       keys.whole_last = min_of(keys.whole_last, max_of(0, row_end(p, tile.row0) - 1) / kBlockN);
     return keys;

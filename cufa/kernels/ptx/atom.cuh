@@ -1,5 +1,5 @@
-// atom.global.inc.u32 (PTX ISA: atom): counts in global memory, from 0 to `last` and on with 0;
-// returns the count so far.
+// atom.global.inc.u32 (PTX ISA: atom): adds 1 to a count in global memory, 0 after `last`; returns
+// what it was before.
 #pragma once
 #include "base/types.cuh"
 

@@ -10,7 +10,7 @@
 template <int kStages> struct Pipeline {
   static constexpr int kBytes = 2 * 8 * kStages;
 
-  static_assert((kStages & (kStages - 1)) == 0);
+  static_assert((kStages & (kStages - 1)) == 0, "turn may wrap");
 
   u32 barriers;  // full of each stage, then empty of each
   u32 turn = 0;  // how many buffers have been passed on
@@ -51,13 +51,13 @@ template <class Tile, int kStages> struct TilePipeline : Pipeline<kStages> {
 
   DEVICE TilePipeline(u32 tiles, u32 barriers) : Pipeline<kStages>(barriers), tiles(tiles) {}
 
-  // Its address is one for the warp, and told to be: matrix descriptors live in registers of the
-  // warp, and a product would wait for each of them to be moved there.
+  // Its address is the same in all lanes, and shfl tells the compiler so: a product takes matrix
+  // descriptors from uniform registers, and would wait for each of them to be moved there.
   DEVICE Tile tile() const {
     return {u32(ptx::shfl_idx(tiles + this->stage() * Tile::kBytes, 0))};
   }
 
-  // By the producer: rows row0 and on of a matrix; zeros where they end, and beyond its columns.
+  // By the producer: rows row0 and on of a matrix; zeros past its last row and its last column.
   DEVICE void load(const ptx::TensorMap& map, int row0, int head, int batch) {
     const Tile to{tiles + this->stage() * Tile::kBytes};
     this->wait_empty();

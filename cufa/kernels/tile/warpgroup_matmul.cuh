@@ -1,12 +1,13 @@
-// The two matrix products of attention on wgmma, for the 64 rows of a warpgroup. What they read and
-// write is theirs until ptx::wgmma_wait_group says that they are done.
+// The two matrix products of attention on wgmma, for the 64 rows of a warpgroup. They are issued as
+// one group each. Until ptx::wgmma_wait_group says that it is done, nobody else may touch what it
+// reads and writes, in registers and in shared memory.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tile/mma_fragment.cuh"
 
 // Of a matrix in slabs of kRows rows of 128 bytes (PTX ISA: matrix descriptor format):
 //   bits 0-13   address / 16
-//   bits 16-29  bytes from a slab to the next / 16, where columns of the slabs are multiplied
+//   bits 16-29  bytes from a slab to the next / 16; used of V alone, as columns of O span slabs
 //   bits 32-45  bytes from 8 rows to the next 8 / 16
 //   bits 62-63  1: the swizzle of 128 bytes
 template <int kRows> DEVICE u64 descriptor(u32 address) {
@@ -22,7 +23,7 @@ DEVICE void issue_nt(MmaFragment<1, kColTiles>& s, SwizzledTile<kRowsA, kDepth> 
   const u64 from_b = descriptor<kColTiles * 8>(b.base);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {  // 16 columns are 32 bytes of a row, 64 fill a slab
+  for (int k = 0; k < kSteps; ++k) {  // 16 columns are 32 bytes of a row, 64 are a slab
     const u64 a_k = from_a + (k / 4 * (kRowsA * 128) + k % 4 * 32) / 16;
     const u64 b_k = from_b + (k / 4 * (kColTiles * 8 * 128) + k % 4 * 32) / 16;
     if constexpr (kDType == kBFloat16)
