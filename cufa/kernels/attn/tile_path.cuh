@@ -24,7 +24,7 @@ struct Job {
 
 // Slots of shared memory, in turn, each with a job and, for each of kWarps warps, whether it has
 // given up on it. If any has, the producer sends the same tile once more when the slot is next. So
-// a row's result depends on its numbers alone, not on which block computed it when.
+// a row's result depends on the numbers alone, not on which block computed it when.
 template <int kWarps> struct TilePath {
   static constexpr int kSlots = 4;
   struct Slot {
