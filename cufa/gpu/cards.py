@@ -57,9 +57,12 @@ def _new_page(device: int) -> None:
 
 def _counter_of_graph(device: int) -> Any:
     """For one launch that is being captured; the graph sets it to 0 whenever it runs."""
-    if not _spare[device]:
-        _new_page(device)
-    counter = _spare[device].pop()
+    while True:
+        try:
+            counter = _spare[device].pop()  # another thread may have taken the last one
+            break
+        except IndexError:
+            _new_page(device)
     counter.data.memset_async(0, counter.nbytes)
     return counter
 
