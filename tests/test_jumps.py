@@ -98,6 +98,19 @@ STALE = Case(seqlen_k=64, head_dim=32, head_dim_v=32, dtype="bfloat16", scores="
 
 # Weights are finite, as are their sums, and products with values are not.
 @example(case=replace(STALE, jumps=((0, 20.0), (32, -20.0)), v_size=1e33))
+# A float16's m moves up by 127 powers of 2, whose inverse is flushed to 0.
+@example(
+    case=replace(
+        STALE,
+        dtype="float16",
+        head_dim=8,
+        head_dim_v=8,
+        kv_heads=2,
+        seqlen_q=260,
+        seqlen_k=128,
+        jumps=((2, -85.25),),
+    )
+)
 # So are the sums of four lanes, and that of their row is not. The query points away from the keys.
 @example(case=replace(STALE, seqlen_q=1, scores="equal", jumps=((0, -3352.0), (32, 3352.0))))
 # Beside the sink the weight of m vanishes, and those of the keys do not.

@@ -258,7 +258,7 @@ struct Consumer {
     ptx::wgmma_wait_group<kPending>();
     pipes.v.give_back();
     const bool again = job.kind == JobKind::kAgain;
-    const bool give_up = kBlind && !again && softmax.is_lost(o);
+    const bool give_up = kBlind && !again && softmax.is_lost(o, p, job.tile);
     Tile tile = job.tile;
     if (give_up || (again && !pipes.path.gave_up())) tile.row0 = p.seqlen_q;
 #pragma unroll

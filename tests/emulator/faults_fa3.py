@@ -55,7 +55,7 @@ FA3_FWD_SM90 = (
           _PATH, "ptx::bar_warp_sync(); // all lanes have read the slot", ""),
     # the second time
     Fault("what is lost is stored",                        WRONG,      "jumps",
-          _FILE, "kBlind && !again && softmax.is_lost(o)", "false"),
+          _FILE, "kBlind && !again && softmax.is_lost(o, p, job.tile)", "false"),
     Fault("what is lost is not computed again",            OUTPUT,     "jumps",
           _PATH, "if (sent.turn >= kSlots && any_gave_up(slot))", "if (false)"),
     Fault("the second time is like the first",             WRONG,      "jumps",

@@ -60,14 +60,16 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   }
 
   // Whether blind updates have overflowed in any row of the warp, or a NaN has come in.
-  template <class Output> DEVICE bool is_lost(Output& o) const {
+  template <class Output> DEVICE bool is_lost(Output& o, const Params& p, const Tile& tile) const {
     bool doubtful = kLeft;  // later blocks, which are masked, may have made l small again
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) doubtful |= !(l[r] <= kDoubtfulSum);
+    for (int r = 0; r < kRows; ++r)
+      doubtful |= !(l[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
     if (!ptx::vote_any(doubtful)) return false;
     bool lost = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      if (tile.row0 + o.row(r) >= p.seqlen_q) continue;  // all its keys may have been masked
       lost |= !(l[r] <= kMostSum);
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) lost |= !(abs_of(o.at(r, c)) < infinity());
@@ -76,7 +78,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   }
 
  private:
-  // Moves m up by what the weights s are: none is above 2 after it, or l is not finite.
+  // Moves m up by what the weights s are: none is above 8 after it, or l is not finite.
   template <class Scores, class Follow>
   DEVICE void move_up_by_weights(Scores& s, Real (&sum)[kRows], Follow follow) {
 #pragma unroll
@@ -86,7 +88,8 @@ struct BlindSoftmax : OnlineSoftmax<2> {
       for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
       top = row_max<Scores::kRowLanes>(top);
       const Real previous = m[r];
-      m[r] += exponent_of(top) * ptx::rcp_approx(scale);
+      // By 125 at most: what is below 2^-126 counts as 0.
+      m[r] += min_of(exponent_of(top), 125.f) * ptx::rcp_approx(scale);
       const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
       l[r] *= rescale;
       sum[r] *= rescale;

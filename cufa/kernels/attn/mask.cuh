@@ -16,10 +16,10 @@ template <class Fragment>
 DEVICE void apply_mask(Fragment& s, const Params& p, const Tile& tile, int key0) {
 #pragma unroll
   for (int r = 0; r < Fragment::kRows; ++r) {
-    // Rows past the end are like the last one: their bounds might not fit an int, and a row that
-    // sees no key may be taken for one that has to be computed again.
-    const int row = min_of(tile.row0 + s.row(r), p.seqlen_q - 1);
-    const int begin = row_begin(p, row) - key0, end = row_end(p, row) - key0;
+    const int row = tile.row0 + s.row(r);
+    const bool exists = row < p.seqlen_q;  // beyond, its bounds might not fit an int
+    const int begin = exists ? row_begin(p, row) - key0 : 0;
+    const int end = exists ? row_end(p, row) - key0 : 0;
     const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, row);
 #pragma unroll
     for (int c = 0; c < Fragment::kCols; ++c) {
