@@ -63,7 +63,9 @@ FA3_FWD_SM90 = (
     Fault("warps store a second time",                     OUTPUT,     "jumps",
           _FILE, "(again && !pipes.path.gave_up())", "false"),
     Fault("l keeps to the old m",                          WRONG,      "float16",
-          "attn/blind_softmax.cuh", "l[r] *= rescale; sum[r] *= rescale;", "sum[r] *= rescale;"),
+          "attn/blind_softmax.cuh", "l[r] * rescale : nan()", "l[r] : nan()"),
+    Fault("the largest weights vanish with the others",    WRONG,      "float16",
+          "attn/blind_softmax.cuh", "rescale > 0 ? l[r] * rescale : nan()", "l[r] * rescale"),
     Fault("the output keeps to the old m",                 WRONG,      "float16",
           _FILE, "if (moved) {", "if (false) {"),
 )

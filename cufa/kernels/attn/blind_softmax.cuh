@@ -10,8 +10,9 @@ constexpr f32 kMostFloat16Weight = 32768.f;
 // sum, and beside a sink the weight of an old m may vanish where that of the row does not.
 constexpr f32 kMostSum = kSink ? 0x1p40f : 0x1p125f;
 
-// From here on sums of weights times values may overflow that would not with the right m.
-constexpr f32 kDoubtfulSum = 0x1p14f;
+// From here on sums of weights times values may overflow that would not with weights up to 2^kSlack:
+// four lanes' parts are as much as those of 32 keys.
+constexpr f32 kDoubtfulSum = 0x1p11f;
 
 // The two rows that a lane has of the 16 of its warp.
 struct BlindSoftmax : OnlineSoftmax<2> {
@@ -72,7 +73,8 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   }
 
  private:
-  // Moves m up by what the weights s are: none is above 2 after it, or l is not finite.
+  // Moves m up by what the weights s are: none is above 2 after it, or l is not finite. That is also
+  // where the factor is flushed to 0, by which the largest weights would vanish with all others.
   template <class Scores, class Follow>
   DEVICE void move_up_by_weights(Scores& s, Real (&sum)[kRows], Follow follow) {
 #pragma unroll
@@ -84,7 +86,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
       const Real previous = m[r];
       m[r] += exponent_of(top) * ptx::rcp_approx(scale);
       const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
-      l[r] *= rescale;
+      l[r] = rescale > 0 ? l[r] * rescale : nan();
       sum[r] *= rescale;
       scale_row(s, r, rescale);
       follow(r, rescale);
