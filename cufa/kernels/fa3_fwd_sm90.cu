@@ -258,7 +258,12 @@ struct Consumer {
     ptx::wgmma_wait_group<kPending>();
     pipes.v.give_back();
     const bool again = job.kind == JobKind::kAgain;
-    const bool give_up = kBlind && !again && softmax.is_lost(o, p, job.tile);
+    bool give_up = false;
+    if (kBlind && softmax.is_doubtful(o, p, job.tile)) {
+      give_up = !again && softmax.is_lost(o, p, job.tile);
+      softmax.move_to_top(o);
+      softmax.end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
+    }
     Tile tile = job.tile;
     if (give_up || (again && !pipes.path.gave_up())) tile.row0 = p.seqlen_q;
 #pragma unroll

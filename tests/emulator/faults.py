@@ -99,7 +99,10 @@ def _hopper() -> dict[str, tuple[Case, ...]]:
         "wide": (case(65, 129, head_dim=96),),
         "causal": (case(450, 257, causal=True),),
         "jumps": (case(200, 400, **jump), case(200, 400, scores="large", scale=0.06)),
-        "float16": (case(20, 400, **half),),
+        "float16": (
+            case(20, 400, **half),
+            case(1, 400, **{**half, "jumps": ((0, 91.5), (1, -91.5))}),
+        ),
     }
 
 

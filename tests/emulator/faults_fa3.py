@@ -55,7 +55,7 @@ FA3_FWD_SM90 = (
           _PATH, "ptx::bar_warp_sync(); // all lanes have read the slot", ""),
     # the second time
     Fault("what is lost is stored",                        WRONG,      "jumps",
-          _FILE, "kBlind && !again && softmax.is_lost(o, p, job.tile)", "false"),
+          _FILE, "!again && softmax.is_lost(o, p, job.tile)", "false"),
     Fault("what is lost is not computed again",            OUTPUT,     "jumps",
           _PATH, "if (sent.turn >= kSlots && any_gave_up(slot))", "if (false)"),
     Fault("the second time is like the first",             WRONG,      "jumps",
@@ -64,6 +64,9 @@ FA3_FWD_SM90 = (
           _FILE, "(again && !pipes.path.gave_up())", "false"),
     Fault("l keeps to the old m",                          WRONG,      "float16",
           "attn/blind_softmax.cuh", "l[r] *= rescale; sum[r] *= rescale;", "sum[r] *= rescale;"),
+    Fault("the largest weights vanish with the others",    WRONG,      "float16",
+          "attn/blind_softmax.cuh", "min_of(exponent_of(weight), kLongestMove)",
+          "exponent_of(weight)"),
     Fault("the output keeps to the old m",                 WRONG,      "float16",
           _FILE, "if (moved) {", "if (false) {"),
 )

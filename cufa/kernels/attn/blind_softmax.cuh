@@ -7,14 +7,16 @@
 // them is above it then, and the largest float16 is 65504.
 constexpr f32 kMostFloat16Sum = 32768.f;
 
-// Above this a lane's part of l counts as lost: the parts of four lanes are to have a finite sum,
-// and beside a sink `end_row` scales by the weight of m relative to the sink, which may be flushed
-// to 0 where that of the row's largest score is not.
-constexpr f32 kMostSum = kSink ? 0x1p40f : 0x1p125f;
+// Above this a lane's part of l counts as lost: the parts of four lanes are to have a finite sum.
+constexpr f32 kMostSum = 0x1p125f;
 
 // Where a lane's part of l is above this, weights times values may have overflowed that would not
-// relative to the largest score: O has to be looked at.
-constexpr f32 kDoubtfulSum = 0x1p14f;
+// with weights up to 2^kSlack (the parts of four lanes are as much as those of 32 such keys): O has
+// to be looked at.
+constexpr f32 kDoubtfulSum = 0x1p11f;
+
+// How far, in powers of 2, m moves up at once: what is below 2^-126 counts as 0.
+constexpr f32 kLongestMove = 125.f;
 
 // The two rows that a lane has of the 16 of its warp.
 struct BlindSoftmax : OnlineSoftmax<2> {
@@ -59,13 +61,18 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) l[r] += sum[r];
   }
 
-  // Whether blind updates have overflowed in any row of the warp, or a NaN has come in.
-  template <class Output> DEVICE bool is_lost(Output& o, const Params& p, const Tile& tile) const {
+  // Whether the row sums of the warp call for a closer look, as few do.
+  template <class Output>
+  DEVICE bool is_doubtful(const Output& o, const Params& p, const Tile& tile) const {
     bool doubtful = kLeft;  // later blocks, which are masked, may have made l small again
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       doubtful |= !(l[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
-    if (!ptx::vote_any(doubtful)) return false;
+    return ptx::vote_any(doubtful);
+  }
+
+  // Then: whether blind updates have overflowed in any row of the warp, or a NaN has come in.
+  template <class Output> DEVICE bool is_lost(Output& o, const Params& p, const Tile& tile) const {
     bool lost = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -77,7 +84,27 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     return ptx::vote_any(lost);
   }
 
+  // And moves m up to about where the largest score is, as l tells: of an old m and a large log of l
+  // the sum would be less exact, and beside a sink the weight of an old m may vanish.
+  template <class Output> DEVICE void move_to_top(Output& o) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Real sum = row_sum<Output::kRowLanes>(l[r]);
+      if (!(sum > 1)) continue;
+      const Real rescale = move(r, sum);
+      l[r] *= rescale;
+      scale_row(o, r, rescale);
+    }
+  }
+
  private:
+  // Moves m up, so that a weight of `weight` becomes about 1; returns what to multiply weights by.
+  DEVICE Real move(int r, Real weight) {
+    const Real previous = m[r];
+    m[r] += min_of(exponent_of(weight), kLongestMove) * ptx::rcp_approx(scale);
+    return exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
+  }
+
   // Moves m up by what the weights s are: none is above 8 after it, or l is not finite.
   template <class Scores, class Follow>
   DEVICE void move_up_by_weights(Scores& s, Real (&sum)[kRows], Follow follow) {
@@ -86,11 +113,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
       Real top = 1;  // m stays where all weights are below
 #pragma unroll
       for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
-      top = row_max<Scores::kRowLanes>(top);
-      const Real previous = m[r];
-      // By 125 at most: what is below 2^-126 counts as 0.
-      m[r] += min_of(exponent_of(top), 125.f) * ptx::rcp_approx(scale);
-      const Real rescale = exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
+      const Real rescale = move(r, row_max<Scores::kRowLanes>(top));
       l[r] *= rescale;
       sum[r] *= rescale;
       scale_row(s, r, rescale);
