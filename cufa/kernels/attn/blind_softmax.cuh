@@ -84,8 +84,8 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     return ptx::vote_any(lost);
   }
 
-  // And moves m up to about where the largest score is, as l tells: of an old m and a large log of l
-  // the sum would be less exact, and beside a sink the weight of an old m may vanish.
+  // And moves m up to about where the largest score is, as l tells: the sum of an old m and a large
+  // log of l would be less exact, and beside a sink the weight of an old m may vanish.
   template <class Output> DEVICE void move_to_top(Output& o) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
