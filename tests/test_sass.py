@@ -18,6 +18,9 @@ from tiles import BY_TMA, feature_sets, places
 from cufa.gpu import build
 from cufa.gpu.plan import KernelKey
 
+#: In one process: all tests read the same units, which take 20 seconds to compile.
+pytestmark = pytest.mark.xdist_group("sass")
+
 
 def disassembler() -> str | None:
     """nvdisasm, of the package nvidia-cuda-nvdisasm or on the PATH."""
