@@ -42,13 +42,17 @@ def addresses(base: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> ND
     return base + sum(g * stride for g, stride in zip(grids, strides, strict=True))
 
 
+#: In rows of whole 16 bytes, as a map needs them.
+HALVES_IN_16_BYTES = cases(
+    dtypes=["float16", "bfloat16"],
+    head_dims=st.integers(1, 32).map(lambda n: 8 * n),
+    features=(),
+    max_elements=1 << 20,
+)
+
+
 @given(
-    case=cases(
-        dtypes=["float16", "bfloat16"],
-        head_dims=st.integers(1, 32).map(lambda n: 8 * n),
-        features=(),
-        max_elements=1 << 20,
-    ),
+    case=HALVES_IN_16_BYTES,
     rows=st.sampled_from([32, 64, 176, 256]),
 )
 def test_a_map_reaches_exactly_the_elements_of_the_array(case: Case, rows: int):
@@ -75,14 +79,7 @@ def test_every_call_has_maps_or_a_reason(case: Case):
 
 
 @pytest.mark.gpu
-@given(
-    case=cases(
-        dtypes=["float16", "bfloat16"],
-        head_dims=st.integers(1, 32).map(lambda n: 8 * n),
-        features=(),
-        max_elements=1 << 20,
-    )
-)
+@given(case=HALVES_IN_16_BYTES)
 def test_the_driver_takes_every_map(cupy: Any, case: Case):
     if int(cupy.cuda.Device().compute_capability) < 90:
         pytest.skip("the driver makes tensor maps from sm_90 on only")

@@ -19,7 +19,7 @@
 #include "ptx/setmaxnreg.cuh"
 #include "tile/warpgroup_matmul.cuh"
 
-constexpr int kSlab = 64;  // columns; a tile has whole ones
+constexpr int kSlab = 8 * kChunk;  // columns; a tile has whole ones
 using TileQ = SwizzledTile<kBlockM, ceil_div(kHeadDim, kSlab) * kSlab>;
 using TileK = SwizzledTile<kBlockN, ceil_div(kHeadDim, kSlab) * kSlab>;
 using TileV = SwizzledTile<kBlockN, ceil_div(kHeadDimV, kSlab) * kSlab>;

@@ -102,7 +102,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   DEVICE Real move(int r, Real weight) {
     const Real previous = m[r];
     m[r] += min_of(exponent_of(weight), kLongestMove) * ptx::rcp_approx(scale);
-    return exp2_of(ptx::mul_rn(previous, scale) - ptx::mul_rn(m[r], scale));
+    return move_weights(previous, m[r], scale);
   }
 
   // Moves m up by what the weights s are: none is above 8 after it, or l is not finite.
