@@ -84,8 +84,8 @@ def attention(
         How the result is computed: by FlashAttention-1 (on a GPU only), -2 or -3 (on Hopper GPUs
         only, in 16 bits), or, "standard", with all scores at once, in memory
         O(seqlen_q * seqlen_k), by matrix products (on the GPU of cuBLAS) and array expressions: the
-        baseline. "auto" means FlashAttention-2, for now on Hopper too; it may come to mean more,
-        but never "standard". `cufa.explain` says what serves a call.
+        baseline. "auto" means FlashAttention-3 where its kernel serves the call, else -2; it may
+        come to mean more, but never "standard". `cufa.explain` says what serves a call.
     out : array, default None
         Where to put the result: its shape and dtype, last axis contiguous, sharing no memory with
         an input. Of any library whose arrays can be written, so not JAX's.

@@ -93,11 +93,11 @@ def test_words_say_what_serves_what_is_copied_and_why_others_do_not():
 
 def test_what_no_tensor_map_describes_is_for_another_kernel():
     repeated = np.broadcast_to(Q[:1], Q.shape)
-    assert cufa.explain(Q, Q, Q, algorithm="fa3", arch=90).kernel == "fa3_fwd_sm90"
-    assert cufa.explain(Q, repeated, Q, arch=90).kernel == "fa2_fwd"
-    found = cufa.explain(Q, repeated, Q, algorithm="fa3", arch=90)
-    assert found.kernel is None
-    assert "no stride of 0, as k has" in dict(found.refusals)["fa3_fwd_sm90"]
+    assert cufa.explain(Q, Q, Q, arch=90).algorithm == "fa3"
+    for algorithm, kernel in (("auto", "fa2_fwd"), ("fa3", None)):
+        found = cufa.explain(Q, repeated, Q, algorithm=algorithm, arch=90)
+        assert found.kernel == kernel
+        assert "no stride of 0, as k has" in dict(found.refusals)["fa3_fwd_sm90"]
 
 
 def test_a_kernel_with_several_rows_gives_the_reason_of_those_for_the_dtype():

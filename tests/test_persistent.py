@@ -32,7 +32,7 @@ H200 = replace(Device.of_arch(90), sm_count=132)
 
 def problem(seqlen: int, batch: int = 1, heads: int = 1) -> Problem:
     made = make_problem(_call(64, "float16", False, False, seqlen, None, _Features()))
-    return replace(made, batch=batch, heads=heads, kv_heads=heads, algorithm="fa3")
+    return replace(made, batch=batch, heads=heads, kv_heads=heads)
 
 
 @given(

@@ -84,14 +84,13 @@ def _fault_for_tma(name: str, a: Operand) -> str | None:
 
 _16_BITS, _WIDER, _UP_TO_FLOAT = FLOAT_DTYPES[:2], FLOAT_DTYPES[2:], FLOAT_DTYPES[:3]
 
-# Hopper's kernel is to come first, and "auto" to take it, once its tests have passed on a card.
 # fmt: off
 KERNELS = (
     #          name            algorithm  dtypes      dim<= arch>= aligned one_arch tma   persistent
+    KernelSpec("fa3_fwd_sm90", "fa3",     _16_BITS,     256,    90, True,   True,    True, True),
     KernelSpec("fa2_fwd",      "fa2",     _16_BITS,     256,    80, True),
     KernelSpec("fa2_fwd",      "fa2",     _WIDER,       128,    80, True),
     KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES, 256,    70, False),
-    KernelSpec("fa3_fwd_sm90", "fa3",     _16_BITS,     256,    90, True,   True,    True, True),
     KernelSpec("fa1_fwd",      "fa1",     _16_BITS,     128,    80, True),
     KernelSpec("fa1_fwd_simt", "fa1",     _UP_TO_FLOAT, 256,    70, False),
     KernelSpec("fa1_fwd_simt", "fa1",     ("float64",), 128,    70, False),
