@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from cufa import cpu, interop
-from cufa.arrays import CPU, Arrays, ForeignArray, address_of, check_overlap, sign
+from cufa.arrays import CPU, Arrays, ForeignArray, check_overlap, sign
 from cufa.attention import attention
 from cufa.errors import UnsupportedError
 from cufa.gpu.config import Config
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
-from cufa.gpu.launch import conversions_of
+from cufa.gpu.launch import after_conversions, conversions_of
 from cufa.gpu.plan import make_plan
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
-from cufa.options import numpy_dtype, plain_integer
-from cufa.problem import ArrayFacts, Problem, Signature, make_problem
+from cufa.options import plain_integer
+from cufa.problem import Problem, Signature, make_problem
 
 
 class Refusal(NamedTuple):
@@ -154,7 +153,7 @@ def _on_gpu(call: Signature, arrays: Arrays, device: Device) -> Explanation:
         return replace(place, kernel="standard", algorithm="standard")
     copied = conversions_of(make_problem(call))
     place = replace(place, copied=tuple(copied))
-    problem = make_problem(_after_copies(call, arrays, copied))
+    problem = make_problem(after_conversions(call, arrays, copied))
     refusals = [r for name in KERNEL_NAMES if (r := _refusal(name, problem, device))]
     try:
         steps = make_plan(problem, device).steps
@@ -183,17 +182,3 @@ def _refusal(kernel: str, problem: Problem, device: Device) -> Refusal | None:
     if None in reasons:
         return None
     return Refusal(kernel, "; ".join(dict.fromkeys(filter(None, reasons))))
-
-
-def _after_copies(call: Signature, arrays: Arrays, copied: dict[str, str | None]) -> Signature:
-    """The call as it is once these arguments are contiguous, in memory of their own, and of these
-    dtypes (None: their own)."""
-    changed: dict[str, Any] = {}
-    for name, dtype in copied.items():
-        facts: ArrayFacts = getattr(call, name)
-        new = facts.dtype if dtype is None else numpy_dtype(dtype)
-        strides = [new.itemsize * math.prod(facts.shape[n + 1 :]) for n in range(len(facts.shape))]
-        changed[name] = ArrayFacts(facts.shape, tuple(strides), new, facts.device)
-    held = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "out": arrays.out}
-    stay = [a for name, a in held.items() if a is not None and name not in copied]
-    return call._replace(aligned=all(address_of(a) % 16 == 0 for a in stay), **changed)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from paper_machine import PaperMachine
 
@@ -19,7 +19,7 @@ from cufa.gpu import launch
 from cufa.gpu.device import Device
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import ALGORITHMS
-from cufa.testing import Case, cases
+from cufa.testing import Case, Memory, cases
 
 Q = np.zeros((2, 4, 100, 64), np.float16)
 
@@ -36,12 +36,25 @@ def launched(case: Case, arch: int) -> PaperMachine:
     return machine
 
 
+#: Every other element of v.
+STEPPED = Case(
+    seqlen_q=1,
+    seqlen_k=2,
+    head_dim=48,
+    head_dim_v=48,
+    dtype="float16",
+    algorithm="fa3",
+    v_memory=Memory(step=(1, 1, 1, 2)),
+)
+
+
 @given(
     case=cases(
         max_elements=1 << 18, algorithm=st.sampled_from(["auto", "auto", "fa1", "fa2", "fa3"])
     ),
     arch=st.sampled_from([70, 80, 86, 90, 100, 120]),
 )
+@example(case=STEPPED, arch=90).via("served by fa3 once v is copied, and by nothing before")
 def test_the_kernel_that_is_named_is_the_one_that_would_be_launched(case: Case, arch: int):
     found = cufa.explain(*case.arrays(np), arch=arch, **case.options(np))
     try:
@@ -89,6 +102,15 @@ def test_words_say_what_serves_what_is_copied_and_why_others_do_not():
     assert shown[1].startswith("  tile: block_m ")
     assert shown[2] == "  copied first: k, sink"
     assert "  fa2_fwd needs rows of q, k, v and out that start at multiples of 16 bytes" in shown
+
+
+def test_what_nothing_serves_is_not_copied_first():
+    machine = PaperMachine(Device.of_arch(80))
+    q, k, v = STEPPED.arrays(np)
+    call = sign(Arrays(q, k, v), False, None, None, None, "bhsd", False, "fa3")
+    with pytest.raises(cufa.UnsupportedError, match="fa3_fwd_sm90 needs sm_90"):
+        launch.run(machine, call._replace(aligned=True), Arrays(q, k, v))
+    assert not machine.copies
 
 
 def test_what_no_tensor_map_describes_is_for_another_kernel():

@@ -5,15 +5,17 @@ A machine is what kernels run on: cards through CuPy (`cufa.gpu.cards`), or what
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from cufa.arrays import Arrays, are_aligned, check_overlap, describe
+from cufa.arrays import Arrays, address_of, check_overlap
 from cufa.gpu import config
 from cufa.gpu.device import Device
 from cufa.gpu.params import Buffers
 from cufa.gpu.plan import KernelKey, Step, make_plan
-from cufa.problem import Problem, Signature, make_problem
+from cufa.options import numpy_dtype
+from cufa.problem import ArrayFacts, Problem, Signature, make_problem
 
 
 class Machine(Protocol):
@@ -31,7 +33,8 @@ class Machine(Protocol):
         """An array for a kernel to fill."""
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
-        """`a`, or a copy of it, contiguous and of a dtype (None: its own)."""
+        """A copy of `a`, contiguous, of a dtype (None: its own) and starting at a multiple of 16
+        bytes."""
 
     def tickets(self) -> Any:
         """An array of one uint32 that no other kernel uses meanwhile: 0 before a launch, and the
@@ -49,7 +52,7 @@ class _Ready(NamedTuple):
     #: Elements of the accumulator's type.
     workspace: int
     tickets: bool
-    #: Arguments to be copied first, contiguous, with the dtype they are to have (None: their own).
+    #: What `conversions_of` says; where there are any, nothing else is known yet.
     conversions: dict[str, str | None]
 
 
@@ -60,7 +63,13 @@ def run(machine: Machine, call: Signature, arrays: Arrays) -> Any:
         check_overlap(arrays)
     ready = _prepare(machine, call, config.tuned)
     if ready.conversions:
-        return run(machine, *_convert(machine, call, arrays, ready.conversions))
+        later = after_conversions(call, arrays, ready.conversions)
+        converted = _prepare(machine, later, config.tuned)  # its errors come before any copy
+        copies = {
+            name: machine.contiguous(getattr(arrays, name), dtype)
+            for name, dtype in ready.conversions.items()
+        }
+        return _launch(machine, converted, arrays._replace(**copies))
     return _launch(machine, ready, arrays)
 
 
@@ -68,17 +77,18 @@ def run(machine: Machine, call: Signature, arrays: Arrays) -> Any:
 def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
     # `tuned` is here as a part of the key: what rows another file had must not be found again.
     problem = make_problem(call)
-    plan = make_plan(problem, machine.device(call.q.device))
     conversions = conversions_of(problem)
     if conversions:
         return _Ready(problem, (), 0, False, conversions)
+    plan = make_plan(problem, machine.device(call.q.device))
     launches = tuple((machine.kernel(step.key, call.q.device), step) for step in plan.steps)
     tickets = any(step.tickets for step in plan.steps)
     return _Ready(problem, launches, plan.workspace, tickets, conversions)
 
 
 def conversions_of(problem: Problem) -> dict[str, str | None]:
-    """Rows must be contiguous; slopes and sinks come in the accumulator's type."""
+    """Arguments to be copied first, with the dtype that each is to have (None: its own): rows must
+    be contiguous; slopes and sinks come in the accumulator's type."""
     wanted: dict[str, str | None] = {
         name: None
         for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v))
@@ -90,16 +100,19 @@ def conversions_of(problem: Problem) -> dict[str, str | None]:
     return wanted
 
 
-def _convert(
-    machine: Machine, call: Signature, arrays: Arrays, conversions: dict[str, str | None]
-) -> tuple[Signature, Arrays]:
-    copies: dict[str, Any] = {}
-    facts: dict[str, Any] = {}
+def after_conversions(
+    call: Signature, arrays: Arrays, conversions: dict[str, str | None]
+) -> Signature:
+    """The call as it is once they are made: a copy is contiguous, and aligned."""
+    changed: dict[str, Any] = {}
     for name, dtype in conversions.items():
-        copies[name] = machine.contiguous(getattr(arrays, name), dtype)
-        facts[name] = describe(name, copies[name])
-    arrays = arrays._replace(**copies)
-    return call._replace(aligned=are_aligned(arrays), **facts), arrays
+        facts: ArrayFacts = getattr(call, name)
+        new = facts.dtype if dtype is None else numpy_dtype(dtype)
+        strides = [new.itemsize * math.prod(facts.shape[n + 1 :]) for n in range(len(facts.shape))]
+        changed[name] = ArrayFacts(facts.shape, tuple(strides), new, facts.device)
+    held = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "out": arrays.out}
+    stay = [a for name, a in held.items() if a is not None and name not in conversions]
+    return call._replace(aligned=all(address_of(a) % 16 == 0 for a in stay), **changed)
 
 
 def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
