@@ -163,7 +163,7 @@ def _on_gpu(call: Signature, arrays: Arrays, device: Device) -> Explanation:
         return replace(place, refusals=tuple(refusals))
     if not steps:
         return place
-    key = steps[0].key
+    key = steps[-1].key
     algorithm = next(spec.algorithm for spec in KERNELS if spec.name == key.kernel)
     return replace(
         place,

@@ -53,6 +53,8 @@ class _Row(NamedTuple):
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
 _TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
 _HOPPER = Device.of_arch(90)
+#: Not for attention itself: it looks at masks for kernels that want to know beforehand.
+MASK_TILES = "mask_tiles"
 ANY = 1 << 62
 _OPEN, _PLAIN, _MODIFIED = Scores
 
@@ -157,6 +159,8 @@ def element_bytes(kernel: str, dtype: str) -> int:
 
 def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of one block; the kernel asserts the same figure."""
+    if kernel == MASK_TILES:
+        return 0
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ _FIELDS = (
     + [(name, "u8") for name in Buffers._fields]
     + [(f"{name}_stride", _STRIDES) for name in ("q", "k", "v", "o")]
     + [(f"{name}_stride", _SCORE_STRIDES) for name in ("mask", "bias")]
+    + [("mask_tiles_stride", _STRIDES)]
     + [(name, "i8") for name in ("alibi_stride_batch", "alibi_stride_head", "sink_stride_head")]
     + [(name, "f8") for name in ("scale", "softcap", "scale_over_softcap")]
     + [(name, _DIVISOR) for name in ("heads", "group", "tiles")]
@@ -53,12 +55,17 @@ _OPAQUE = np.dtype((np.void, PARAMS.itemsize))
 
 
 def make_params(
-    problem: Problem, tiles: int, rows_per_block: int, section: int
+    problem: Problem,
+    tiles: int,
+    rows_per_block: int,
+    section: int,
+    mask_tiles_stride: Sequence[int] = (0, 0, 0),
 ) -> np.ndarray[Any, Any]:
     """The parameters of one launch, one opaque item, shape (1,), every pointer and map 0.
 
     `tiles` is the number of query tiles of one head, or of ranges of them, and `section` the number
-    of query heads that are worked on together (`plan.section`).
+    of query heads that are worked on together (`plan.section`). `mask_tiles_stride` counts words
+    of eight blocks, by batch, head and query tile.
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):
@@ -66,6 +73,7 @@ def make_params(
     for name, scores in (("mask", problem.mask), ("bias", problem.bias)):
         if scores is not None:
             p[f"{name}_stride"] = scores.strides
+    p["mask_tiles_stride"] = tuple(mask_tiles_stride)
     p["alibi_stride_batch"], p["alibi_stride_head"] = _head_strides(problem.alibi_slopes)
     p["sink_stride_head"] = _head_strides(problem.sink)[1]
     p["scale"] = problem.scale

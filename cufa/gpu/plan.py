@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.errors import UnsupportedError
-from cufa.gpu.config import Config, Scores, find_config, round_up, smem_bytes, state_bytes
+from cufa.gpu.config import (
+    MASK_TILES,
+    Config,
+    Scores,
+    find_config,
+    round_up,
+    smem_bytes,
+    state_bytes,
+)
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS, make_params
 from cufa.gpu.registry import KernelSpec, select
@@ -23,6 +31,8 @@ _MAX_GRID = (1 << 31) - 1
 _L2_BYTES, _SECTION = 32 << 20, 8
 #: What to load a key block costs, in query tiles that are computed meanwhile.
 _LOAD_TILES = 2
+#: Threads of a block of mask_tiles.cu and blocks a multiprocessor; blocks of keys in a word.
+_MASK_THREADS, _MASK_BLOCKS_PER_SM, _MASK_WORD = 256, 4, 8
 #: base/config.cuh, enum DType.
 _DTYPE_NUMBER = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, None: 4}
 
@@ -87,11 +97,25 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches that solve a problem; none if its result is empty."""
+    """The launches that solve a problem, the last one attention itself; none if its result is
+    empty."""
 
     steps: tuple[Step, ...]
     #: What the kernels share beside the arrays, in elements of the accumulator's type.
     workspace: int = 0
+
+
+def make_keys(problem: Problem, device: Device) -> tuple[KernelKey, ...]:
+    """The units that a plan launches, in order.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves the problem.
+    """
+    spec = select(problem, device)
+    key = key_for(spec, problem, device)
+    return (_mask_tiles_key(key), key) if key.mask and spec.mask_tiles else (key,)
 
 
 def make_key(problem: Problem, device: Device) -> KernelKey:
@@ -138,6 +162,29 @@ def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
     )
 
 
+def _mask_tiles_key(key: KernelKey) -> KernelKey:
+    """Of the kernel that looks at masks for another; one for all dtypes and head dims."""
+    tile = key.config._replace(threads=_MASK_THREADS, stages=1, blocks_per_sm=_MASK_BLOCKS_PER_SM)
+    return KernelKey(
+        kernel=MASK_TILES,
+        arch=key.arch,
+        dtype="float32",
+        head_dim=32,
+        head_dim_v=32,
+        aligned=False,
+        left=key.left,
+        right=key.right,
+        mask=True,
+        bias=None,
+        alibi=False,
+        softcap=False,
+        sink=False,
+        lse=False,
+        fold_scale=True,
+        config=tile,
+    )
+
+
 def _kind_of_scores(problem: Problem, fold_scale: bool) -> Scores:
     if not fold_scale or problem.mask is not None:
         return Scores.MODIFIED
@@ -161,19 +208,20 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Plan(())
     spec = select(problem, device)
-    key = key_for(spec, problem, device)
+    *before, key = make_keys(problem, device)
     tiles = -(-problem.seqlen_q // key.config.block_m)
     heads = problem.batch * problem.heads
     blocks = ranges(tiles, heads, key, device) if key.state_bytes else tiles
     work = blocks * heads
-    if work > _MAX_GRID:
+    words, strides = _mask_words(problem, key, tiles) if before else (0, (0, 0, 0))
+    mask_work = -(-words * _MASK_WORD // (_MASK_THREADS // 32))
+    if max(work, mask_work) > _MAX_GRID:
         raise UnsupportedError(
-            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {work} "
-            f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
+            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is "
+            f"{max(work, mask_work)} blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
     rows_per_block = -(-tiles // blocks) * key.config.block_m
-    params = make_params(problem, blocks, rows_per_block, section(problem))
-    workspace = heads * tiles * key.state_bytes // ITEMSIZE[problem.accumulator]
+    params = make_params(problem, blocks, rows_per_block, section(problem), strides)
     step = Step(
         key,
         min(work, slots(key, device)) if spec.persistent else work,
@@ -183,7 +231,22 @@ def make_plan(problem: Problem, device: Device) -> Plan:
         _maps(problem, key.config) if spec.tma else (),
         spec.persistent,
     )
-    return Plan((step,), workspace)
+    steps = *(Step(k, mask_work, params, k.config.threads, k.smem_bytes) for k in before), step
+    bytes_shared = heads * tiles * key.state_bytes + words * 8
+    return Plan(steps, bytes_shared // ITEMSIZE[problem.accumulator])
+
+
+def _mask_words(problem: Problem, key: KernelKey, tiles: int) -> tuple[int, tuple[int, int, int]]:
+    """`MaskTiles` of attn/mask_tiles.cuh: how many words there are, and their strides by batch,
+    head and query tile; 0 along what the mask is repeated along."""
+    assert problem.mask is not None
+    words = -(-problem.seqlen_k // (key.config.block_n * _MASK_WORD))
+    strides = [0, 0, 0]
+    for axis, count in ((2, tiles), (1, problem.heads), (0, problem.batch)):
+        if problem.mask.strides[axis]:
+            strides[axis] = words
+            words *= count
+    return words, (strides[0], strides[1], strides[2])
 
 
 def slots(key: KernelKey, device: Device) -> int:

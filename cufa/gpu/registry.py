@@ -25,7 +25,8 @@ class KernelSpec:
     A kernel of `one_arch` has instructions of `min_arch` alone, and is compiled for no other. One
     with `tma` loads q, k and v by tensor maps, and asks for strides that these can have. One that
     is `persistent` fills the card with blocks once, and each takes query tiles as they come, by
-    tickets.
+    tickets. One with `mask_tiles` wants to know first what a mask leaves of each tile, which
+    ``mask_tiles.cu`` finds.
     """
 
     name: str
@@ -37,6 +38,7 @@ class KernelSpec:
     one_arch: bool = False
     tma: bool = False
     persistent: bool = False
+    mask_tiles: bool = False
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         """Why this kernel does not serve a problem; None if it does."""
@@ -87,7 +89,8 @@ _16_BITS, _WIDER, _UP_TO_FLOAT = FLOAT_DTYPES[:2], FLOAT_DTYPES[2:], FLOAT_DTYPE
 # fmt: off
 KERNELS = (
     #          name            algorithm  dtypes      dim<= arch>= aligned one_arch tma   persistent
-    KernelSpec("fa3_fwd_sm90", "fa3",     _16_BITS,     256,    90, True,   True,    True, True),
+    KernelSpec("fa3_fwd_sm90", "fa3",     _16_BITS,     256,    90, True,   True,    True, True,
+               mask_tiles=True),
     KernelSpec("fa2_fwd",      "fa2",     _16_BITS,     256,    80, True),
     KernelSpec("fa2_fwd",      "fa2",     _WIDER,       128,    80, True),
     KernelSpec("fa2_fwd_simt", "fa2",     FLOAT_DTYPES, 256,    70, False),

@@ -14,7 +14,7 @@ from cufa.errors import DeviceError
 from cufa.gpu import build
 from cufa.gpu.config import lengths
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
-from cufa.gpu.plan import make_key
+from cufa.gpu.plan import make_keys
 from cufa.options import CAUSAL, numpy_dtype, plain_choice, plain_dtype, plain_integer
 from cufa.problem import ArrayFacts, Signature, make_problem
 
@@ -88,7 +88,8 @@ def warmup(
         lengths(),
         _WINDOWS if window else [None],
     )
-    keys = {make_key(make_problem(_call(*choice, features)), device) for choice in choices}
+    problems = (make_problem(_call(*choice, features)) for choice in choices)
+    keys = {key for problem in problems for key in make_keys(problem, device)}
     report = progress or (lambda ready, total: None)
     report(0, len(keys))
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -11,7 +11,7 @@
 #include "attn/blind_softmax.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
-#include "attn/score_mod.cuh"
+#include "attn/score_inputs.cuh"
 #include "attn/tile_path.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/elect.cuh"
@@ -99,7 +99,7 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     if (!Job::is_tile(kind)) return load_owed();
     const Tile tile = job.tile;
     const KeyRange keys = job.keys;
-    for (int n = keys.last - 1; n >= keys.first; --n) {
+    for (int n = keys.last - 1; n >= keys.first; n = job.before(p, n)) {
       pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);
       load_owed();
       if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
@@ -176,11 +176,14 @@ struct Consumer {
   DEVICE void weigh_first(Scores& s) {
     const Job& job = pipes.path.due();
     const int n = job.keys.last - 1;
+    const bool partial = job.is_partial(p, n);
+    ScoreInputs<Scores> inputs;
+    inputs.load(p, job.tile, n * kBlockN, partial);
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
-    if (n == job.keys.first) pipes.q.give_back();
-    score_mod(s, p, job.tile, n * kBlockN);
-    if (job.keys.is_partial(n)) apply_mask(s, p, job.tile, n * kBlockN);
+    if (job.before(p, n) < job.keys.first) pipes.q.give_back();
+    inputs.modify(s, p, job.tile, n * kBlockN);
+    if (partial) inputs.hide(s, p, job.tile, n * kBlockN);
     softmax.begin(s);
     weights = narrow(s);
     fresh = true;
@@ -191,22 +194,26 @@ struct Consumer {
   DEVICE void finish_keys() {
     const Job& job = pipes.path.due();
     const KeyRange keys = job.keys;
-    int n = keys.last - 2;
+    int n = job.before(p, keys.last - 1);
     if constexpr (kBlind) {
       const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
       for (; n >= max_of(keys.first, blind_last); --n) step<false>(job, n, keys.first);
       for (; n >= max_of(keys.first, keys.whole_first); --n) step<true>(job, n, keys.first);
     }
     if constexpr (!kBlind || kLeft)
-      for (; n >= keys.first; --n) step<false>(job, n, keys.first);
+      for (; n >= keys.first; n = job.before(p, n)) step<false>(job, n, keys.first);
   }
 
   // Block n is weighed while O += P V of the block before is under way.
   template <bool kIsBlind> DEVICE void step(const Job& job, int n, int first) {
+    // Where whole blocks are blind there are few others, and without a branch those are faster.
+    const bool partial = !kIsBlind && (kBlind || job.is_partial(p, n));
+    ScoreInputs<Scores> inputs;
+    inputs.load(p, job.tile, n * kBlockN, partial);
     Scores s;
     multiply(s);
-    if (n == first) pipes.q.give_back();
-    score_mod(s, p, job.tile, n * kBlockN);
+    if (job.before(p, n) < first) pipes.q.give_back();
+    inputs.modify(s, p, job.tile, n * kBlockN);
     bool moved = false;
     Real factors[2];
     const auto follow = [&](int r, Real factor) { moved = true, factors[r] = factor; };
@@ -216,7 +223,7 @@ struct Consumer {
       // Where others are blind, such blocks are few: let O be done, so that the weights' registers
       // are free for the mask.
       if constexpr (kBlind) ptx::wgmma_wait_group<0>();
-      apply_mask(s, p, job.tile, n * kBlockN);
+      if (partial) inputs.hide(s, p, job.tile, n * kBlockN);
       softmax.update_apart(s, follow);
     }
     pipes.k.give_back();

@@ -21,13 +21,13 @@ from emulator import build, run
 from emulator.run import Access, Counts, KernelError, Kind, Schedule
 from emulator.tensor_map import emulated
 
-#: Of what is not an input.
+#: Of what is not an input, by kernel; others keep in the workspace what a thread will want again.
+_OUTPUTS = {"o": Access.WRITE_ONCE, "lse": Access.WRITE_ONCE, "tickets": Access.ADD}
 _ACCESS = {
-    "o": Access.WRITE_ONCE,
-    "lse": Access.WRITE_ONCE,
-    "workspace": Access.THREAD_OWN,
-    "tickets": Access.ADD,
+    "mask_tiles": {"workspace": Access.WRITE_ONCE, "o": None, "lse": None, "tickets": None},
+    "fa3_fwd_sm90": _OUTPUTS,
 }
+_ACCESS_OF_OTHERS = {**_OUTPUTS, "workspace": Access.THREAD_OWN}
 
 
 class Emulator:
@@ -72,11 +72,14 @@ class Emulator:
         for name, tensor_map in zip("qkv", step.maps, strict=False):
             address = getattr(buffers, name).ctypes.data
             params[f"{name}_map"] = emulated(tensor_map, address)
+        accesses = _ACCESS.get(step.key.kernel, _ACCESS_OF_OTHERS)
         arrays = {}
         for name, a in buffers._asdict().items():
             if a is not None:
                 params[name] = a.ctypes.data
-                arrays[name] = (a, _ACCESS.get(name, Access.READ))
+                access = accesses.get(name, Access.READ)
+                if access is not None:
+                    arrays[name] = (a, access)
         self.counts = run.run(
             kernel,
             params,

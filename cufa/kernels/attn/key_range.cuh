@@ -6,7 +6,8 @@ struct KeyRange {
   int first, last;              // blocks first .. last - 1: no row sees a key of the others
   int whole_first, whole_last;  // whole_first .. whole_last - 1 lie inside every row's bounds
 
-  DEVICE bool is_partial(int n) const { return kMask || n < whole_first || n >= whole_last; }
+  DEVICE bool is_cut(int n) const { return n < whole_first || n >= whole_last; }
+  DEVICE bool is_partial(int n) const { return kMask || is_cut(n); }
 };
 
 DEVICE KeyRange visible_keys(const Params& p, const Tile& tile) {

@@ -33,6 +33,7 @@ struct Params {
 
   Strides q_stride, k_stride, v_stride, o_stride;
   ScoreStrides mask_stride, bias_stride;
+  Strides mask_tiles_stride;  // in words of the workspace, by query tiles
   i64 alibi_stride_batch, alibi_stride_head, sink_stride_head;
 
   f64 scale, softcap, scale_over_softcap;

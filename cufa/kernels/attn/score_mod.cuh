@@ -6,6 +6,8 @@
 #include "attn/score_row.cuh"
 #include "base/math.cuh"
 
+using Bias = Storage<kBias>::type;
+
 template <DType kFrom> DEVICE Real bias_of(typename Storage<kFrom>::type bias) {
   // The lowest finite float64, by which others mark hidden keys, stays finite: a row of it is a
   // row of equal scores.
@@ -13,8 +15,9 @@ template <DType kFrom> DEVICE Real bias_of(typename Storage<kFrom>::type bias) {
   else return to_real<kFrom>(bias);
 }
 
-template <class Fragment>
-DEVICE void score_mod(Fragment& s, const Params& p, const Tile& tile, int key0) {
+// key0 is the key of column 0; bias_at(r, c) is the bias of an element.
+template <class Fragment, class At>
+DEVICE void score_mod(Fragment& s, const Params& p, const Tile& tile, int key0, At bias_at) {
   if constexpr (kFoldScale) return;
   Real slope = 0;
   if constexpr (kAlibi) {
@@ -27,16 +30,24 @@ DEVICE void score_mod(Fragment& s, const Params& p, const Tile& tile, int key0) 
 #pragma unroll
   for (int r = 0; r < Fragment::kRows; ++r) {
     const int row = tile.row0 + s.row(r);
-    const ScoreRow<Storage<kBias>::type> bias(p.bias, p.bias_stride, p, tile, row);
 #pragma unroll
     for (int c = 0; c < Fragment::kCols; ++c) {
       const int key = key0 + s.col(c);
       Real& x = s.at(r, c);
       x = kSoftcap ? softcap * tanh_of(x * scale_over_softcap) : x * scale;
       if constexpr (kAlibi) x -= slope * abs_of(Real(row + diagonal - key));
-      // Keys past the end take the bias of the last one and are masked later: a conditional load
-      // needs so many registers that the compiler spills.
-      if constexpr (kBias != kNone) x += bias_of<kBias>(bias.at(min_of(key, p.seqlen_k - 1)));
+      if constexpr (kBias != kNone) x += bias_at(r, c);
     }
   }
+}
+
+// The same with a bias that is read here.
+template <class Fragment>
+DEVICE void score_mod(Fragment& s, const Params& p, const Tile& tile, int key0) {
+  score_mod(s, p, tile, key0, [&](int r, int c) {
+    const ScoreRow<Bias> bias(p.bias, p.bias_stride, p, tile, tile.row0 + s.row(r));
+    // Keys past the end take the bias of the last one and are masked later: a conditional load
+    // needs so many registers that the compiler spills.
+    return bias_of<kBias>(bias.at(min_of(key0 + s.col(c), p.seqlen_k - 1)));
+  });
 }

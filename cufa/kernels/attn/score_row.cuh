@@ -14,4 +14,16 @@ template <class T> struct ScoreRow {
         stride(s.key) {}
 
   DEVICE T at(int key) const { return row[key * stride]; }
+
+  // Keys key .. key + kRun - 1: one, or, of an array that has such runs, those from a multiple on.
+  template <int kRun> DEVICE Vec<T, kRun> run(int key) const {
+    return *reinterpret_cast<const Vec<T, kRun>*>(row + key * stride);
+  }
 };
+
+// Whether all rows can be read by runs of kRun keys.
+template <class T, int kRun>
+DEVICE bool has_runs(const void* array, const ScoreStrides& s, const Params& p) {
+  return s.key == 1 && (s.batch | s.head | s.row | p.seqlen_k) % kRun == 0 &&
+         reinterpret_cast<u64>(array) % sizeof(Vec<T, kRun>) == 0;
+}

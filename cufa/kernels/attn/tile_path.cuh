@@ -1,6 +1,7 @@
 // Which tile is next: from the thread that loads to the warps that compute, and their verdict back.
 #pragma once
 #include "attn/key_range.cuh"
+#include "attn/mask_tiles.cuh"
 #include "ptx/atom.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/pipeline.cuh"
@@ -19,6 +20,17 @@ struct Job {
 
   DEVICE static bool is_tile(JobKind kind) {
     return kind == JobKind::kTile || kind == JobKind::kAgain;
+  }
+
+  // Blocks are taken from keys.last - 1 down to keys.first, but for those that the mask hides.
+  DEVICE int before(const Params& p, int n) const {
+    if constexpr (kMask) return MaskTiles(p, tile).last(n - 1);
+    else return n - 1;
+  }
+
+  // Whether block n has keys that some row does not see.
+  DEVICE bool is_partial(const Params& p, int n) const {
+    return keys.is_cut(n) || (kMask && !MaskTiles(p, tile).is_whole(n));
   }
 };
 
@@ -92,6 +104,7 @@ template <int kWarps> struct TilePath {
  private:
   DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
     KeyRange keys = visible_keys(p, tile);
+    if constexpr (kMask) keys.last = MaskTiles(p, tile).last(keys.last - 1) + 1;
     // One block at least, so that a tile that sees no key goes the way of all.
     keys.last = max_of(keys.last, keys.first + 1);
     // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
