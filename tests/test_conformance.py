@@ -166,6 +166,7 @@ def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[A
     row = np.arange(32)[:, None]
     lanes = np.arange(N) ^ row  # 32 divides N: they stay in the warp
     votes = (b.view(np.uint32) % 64 == row).reshape(32, -1, 32).any(-1)
+    lane_bits = (b.view(np.uint32) >> row.astype(np.uint32) & 1).reshape(32, -1, 32)
     with np.errstate(all="ignore"):
         expected = {
             "ex2_approx": powers_of_two(a),
@@ -181,6 +182,10 @@ def scalar_launch(rng: np.random.Generator) -> tuple[Launch, dict[str, NDArray[A
             "shfl_bfly_f64": wide.view(np.uint64)[lanes].view(np.float64),
             "shfl_idx": b.view(np.int32)[np.arange(N) // 32 * 32 + row],
             "vote_any": np.repeat(votes, 32, -1).astype(np.uint32),
+            "vote_ballot": np.repeat(
+                (lane_bits << np.arange(32, dtype=np.uint32)).sum(-1, np.uint32), 32, -1
+            ),
+            "clz": 64 - np.array([int(x).bit_length() for x in wide2.view(np.uint64)], np.int32),
             "mov_b64": wide.view(np.uint64),
             "mov_f64": wide2,
         }
@@ -207,6 +212,8 @@ SCALARS: dict[str, Agree] = {
     "shfl_bfly_f64": same_bits,
     "shfl_idx": same_bits,
     "vote_any": same_bits,
+    "vote_ballot": same_bits,
+    "clz": same_bits,
     "mov_b64": same_bits,
     "mov_f64": same_bits,
 }

@@ -44,11 +44,12 @@ STEPS = {
 def feature_sets(scores: Scores) -> list[dict[str, Any]]:
     """Every pair of values of two features occurs in one of these."""
     plain = scores != Scores.MODIFIED
-    features = PLAIN if plain else MODIFIED
+    features = {**PLAIN, "left": [False, True]} if scores == Scores.MASKED else PLAIN
+    features = features if plain else MODIFIED
     sets = [
         dict(zip(features, values, strict=True)) for values in AllPairs(list(features.values()))
     ]
-    others = {"left": scores == Scores.PLAIN, "mask": False, "bias": None}
+    others = {"left": scores == Scores.PLAIN, "mask": scores == Scores.MASKED, "bias": None}
     others |= {"alibi": False, "softcap": False}
     for chosen in sets:
         chosen.update({name: chosen.get(name, value) for name, value in others.items()})
@@ -74,6 +75,9 @@ def places(arch: int) -> dict[Place, list[Member]]:
         facts = product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))
         for dtype, d, dv, seqlen, scores, causal in facts:
             tile = find_config(spec.name, dtype, d, dv, seqlen, scores, causal, device)
+            modified = find_config(spec.name, dtype, d, dv, seqlen, Scores.MODIFIED, causal, device)
+            if scores == Scores.MASKED and tile == modified:
+                continue  # masks are among what that is sampled with
             found[spec.name, scores, tile][dtype, d, dv, causal] = None
     return {place: list(members) for place, members in found.items()}
 

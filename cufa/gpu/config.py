@@ -34,8 +34,19 @@ class Scores(IntEnum):
     OPEN = 0
     #: Bounded on the left too: a window.
     PLAIN = 1
-    #: Anything: a mask, bias, ALiBi, softcap, a scale that is not positive.
-    MODIFIED = 2
+    #: A mask too.
+    MASKED = 2
+    #: Anything: bias, ALiBi, softcap, a scale that is not positive.
+    MODIFIED = 3
+
+
+def kind_of_scores(*, modified: bool, mask: bool, window: bool) -> Scores:
+    """By what a call has; a window counts if it bounds the keys on the left."""
+    if modified:
+        return Scores.MODIFIED
+    if mask:
+        return Scores.MASKED
+    return Scores.PLAIN if window else Scores.OPEN
 
 
 class _Row(NamedTuple):
@@ -56,16 +67,16 @@ _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
 ANY = 1 << 62
-_OPEN, _PLAIN, _MODIFIED = Scores
+_OPEN, _PLAIN, _MASKED, _MODIFIED = Scores
 
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
     _Row("fa3_fwd_sm90", 2,  90, _OPEN,     True,  64, False, 2048, Config(64,  64, 256, 2, 3)),
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MASKED,   None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MASKED,   None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MASKED,   None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128,  64, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 256, False, ANY, Config(128,  32, 384, 2, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),
@@ -209,6 +220,7 @@ def get_best_config(
     causal: bool = False,
     plain: bool = True,
     window: bool = False,
+    mask: bool = False,
     kernel: str | None = None,
     arch: int = 90,
 ) -> Config:
@@ -223,9 +235,11 @@ def get_best_config(
     causal : bool, default False
         True: causal, or a window that bounds the keys on the right.
     plain : bool, default True
-        False: the call has a mask, bias, ALiBi slopes, a softcap or a scale that is not positive.
+        False: the call has a bias, ALiBi slopes, a softcap or a scale that is not positive.
     window : bool, default False
         True: the call has a window that bounds the keys on the left.
+    mask : bool, default False
+        True: the call has a mask.
     kernel : str, default the one that "auto" takes for aligned arrays
         "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
     arch : int, default 90
@@ -252,7 +266,8 @@ def get_best_config(
     plain = plain_choice("plain", plain, (False, True))
     causal = plain_choice("causal", causal, (False, True))
     window = plain_choice("window", window, (False, True))
-    scores = Scores.MODIFIED if not plain else Scores.PLAIN if window else Scores.OPEN
+    mask = plain_choice("mask", mask, (False, True))
+    scores = kind_of_scores(modified=not plain, mask=mask, window=window)
     if kernel is not None:
         kernel = plain_choice("kernel", kernel, KERNEL_NAMES)
     spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel)

@@ -11,8 +11,8 @@ from cufa.errors import UnsupportedError
 from cufa.gpu.config import (
     MASK_TILES,
     Config,
-    Scores,
     find_config,
+    kind_of_scores,
     round_up,
     smem_bytes,
     state_bytes,
@@ -31,8 +31,8 @@ _MAX_GRID = (1 << 31) - 1
 _L2_BYTES, _SECTION = 32 << 20, 8
 #: What to load a key block costs, in query tiles that are computed meanwhile.
 _LOAD_TILES = 2
-#: Threads of a block of mask_tiles.cu and blocks a multiprocessor; blocks of keys in a word.
-_MASK_THREADS, _MASK_BLOCKS_PER_SM, _MASK_WORD = 256, 4, 8
+#: Threads of a block of mask_tiles.cu, and blocks a multiprocessor.
+_MASK_THREADS, _MASK_BLOCKS_PER_SM = 256, 4
 #: base/config.cuh, enum DType.
 _DTYPE_NUMBER = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, None: 4}
 
@@ -138,7 +138,11 @@ def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
         problem.head_dim,
         problem.head_dim_v,
         problem.seqlen_q,
-        _kind_of_scores(problem, fold_scale),
+        kind_of_scores(
+            modified=not fold_scale,
+            mask=problem.mask is not None,
+            window=problem.band.left is not None,
+        ),
         problem.band.right is not None,
         device,
     )
@@ -185,12 +189,6 @@ def _mask_tiles_key(key: KernelKey) -> KernelKey:
     )
 
 
-def _kind_of_scores(problem: Problem, fold_scale: bool) -> Scores:
-    if not fold_scale or problem.mask is not None:
-        return Scores.MODIFIED
-    return Scores.OPEN if problem.band.left is None else Scores.PLAIN
-
-
 def _can_fold_scale(problem: Problem) -> bool:
     """Whether scores may stay raw up to the exponent: only a positive factor touches them."""
     modified = problem.softcap or problem.alibi_slopes or problem.bias
@@ -213,15 +211,15 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     heads = problem.batch * problem.heads
     blocks = ranges(tiles, heads, key, device) if key.state_bytes else tiles
     work = blocks * heads
-    words, strides = _mask_words(problem, key, tiles) if before else (0, (0, 0, 0))
-    mask_work = -(-words * _MASK_WORD // (_MASK_THREADS // 32))
+    mask = _mask_tiles(problem, key, tiles) if before else _MaskTiles()
+    mask_work = -(-mask.blocks // (_MASK_THREADS // 32))
     if max(work, mask_work) > _MAX_GRID:
         raise UnsupportedError(
             f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is "
             f"{max(work, mask_work)} blocks; a launch takes at most {_MAX_GRID}: split the batch"
         )
     rows_per_block = -(-tiles // blocks) * key.config.block_m
-    params = make_params(problem, blocks, rows_per_block, section(problem), strides)
+    params = make_params(problem, blocks, rows_per_block, section(problem), mask.strides)
     step = Step(
         key,
         min(work, slots(key, device)) if spec.persistent else work,
@@ -232,21 +230,29 @@ def make_plan(problem: Problem, device: Device) -> Plan:
         spec.persistent,
     )
     steps = *(Step(k, mask_work, params, k.config.threads, k.smem_bytes) for k in before), step
-    bytes_shared = heads * tiles * key.state_bytes + words * 8
+    bytes_shared = heads * tiles * key.state_bytes + 8 * mask.words
     return Plan(steps, bytes_shared // ITEMSIZE[problem.accumulator])
 
 
-def _mask_words(problem: Problem, key: KernelKey, tiles: int) -> tuple[int, tuple[int, int, int]]:
-    """`MaskTiles` of attn/mask_tiles.cuh: how many words there are, and their strides by batch,
-    head and query tile; 0 along what the mask is repeated along."""
+class _MaskTiles(NamedTuple):
+    """The memory of attn/mask_tiles.cuh, in words of 8 bytes: strides by batch, head and query
+    tile, 0 along what the mask is repeated along. `blocks` are those of keys, of all tiles."""
+
+    strides: tuple[int, int, int] = (0, 0, 0)
+    words: int = 0
+    blocks: int = 0
+
+
+def _mask_tiles(problem: Problem, key: KernelKey, tiles: int) -> _MaskTiles:
     assert problem.mask is not None
-    words = -(-problem.seqlen_k // (key.config.block_n * _MASK_WORD))
-    strides = [0, 0, 0]
-    for axis, count in ((2, tiles), (1, problem.heads), (0, problem.batch)):
+    blocks = round_up(-(-problem.seqlen_k // key.config.block_n), 8)
+    of_tile = blocks // 8 + blocks * key.config.block_m * 4 // 2
+    strides, count = [0, 0, 0], 1
+    for axis, n in ((2, tiles), (1, problem.heads), (0, problem.batch)):
         if problem.mask.strides[axis]:
-            strides[axis] = words
-            words *= count
-    return words, (strides[0], strides[1], strides[2])
+            strides[axis] = of_tile * count
+            count *= n
+    return _MaskTiles((strides[0], strides[1], strides[2]), of_tile * count, blocks * count)
 
 
 def slots(key: KernelKey, device: Device) -> int:

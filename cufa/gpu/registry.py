@@ -50,6 +50,8 @@ class KernelSpec:
         if self.aligned and not problem.aligned:
             return "needs rows of q, k, v and out that start at multiples of 16 bytes"
         operands = {"q": problem.q, "k": problem.k, "v": problem.v}
+        if self.mask_tiles and problem.mask is not None and problem.mask.strides[3] == 0:
+            return "takes no mask that is repeated along the keys"
         if self.tma:
             faults = (_fault_for_tma(name, a) for name, a in operands.items())
             return next((f"loads by TMA, {fault}" for fault in faults if fault), None)

@@ -53,9 +53,8 @@ constexpr int kConsumerRegs =
 constexpr bool kTakeTurns = kConsumers > 1;
 constexpr int kTurn = 1;
 
-// Whether whole blocks may be weighed by the maximum of earlier ones. Beside a mask or a bias a row
-// may have none yet: all its keys so far may be hidden.
-constexpr bool kBlind = !kMask && kBias == kNone;
+// Whether all keys of a row may be hidden that lie inside its bounds.
+constexpr bool kHides = kMask || kBias != kNone;
 
 struct Pipelines {
   TilePipeline<TileQ, kQBuffers> q;
@@ -176,54 +175,57 @@ struct Consumer {
   DEVICE void weigh_first(Scores& s) {
     const Job& job = pipes.path.due();
     const int n = job.keys.last - 1;
-    const bool partial = job.is_partial(p, n);
+    const bool cut = job.mask_cuts(p, n);
     ScoreInputs<Scores> inputs;
-    inputs.load(p, job.tile, n * kBlockN, partial);
+    inputs.load(p, job.tile, n, cut);
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
     if (job.before(p, n) < job.keys.first) pipes.q.give_back();
-    inputs.modify(s, p, job.tile, n * kBlockN);
-    if (partial) inputs.hide(s, p, job.tile, n * kBlockN);
+    inputs.modify(s, p, job.tile, n);
+    if (job.keys.is_cut(n)) apply_bounds(s, p, job.tile, n * kBlockN);
+    inputs.hide(s, cut);
     softmax.begin(s);
     weights = narrow(s);
     fresh = true;
   }
 
-  // All other blocks, down to the first: some that bounds on the right cut, then whole ones, then
-  // some that bounds on the left cut. The whole ones are blind if kBlind, but not the second time.
+  // All other blocks, down to the first: some that bounds on the right cut, then blind ones, which
+  // lie inside every row's bounds, then some that bounds on the left cut. None is blind the second
+  // time.
   DEVICE void finish_keys() {
     const Job& job = pipes.path.due();
     const KeyRange keys = job.keys;
+    const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
     int n = job.before(p, keys.last - 1);
-    if constexpr (kBlind) {
-      const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
-      for (; n >= max_of(keys.first, blind_last); --n) step<false>(job, n, keys.first);
-      for (; n >= max_of(keys.first, keys.whole_first); --n) step<true>(job, n, keys.first);
-    }
-    if constexpr (!kBlind || kLeft)
+    for (; n >= max_of(keys.first, blind_last); n = job.before(p, n))
+      step<false>(job, n, keys.first);
+    for (; n >= max_of(keys.first, keys.whole_first); n = job.before(p, n))
+      step<true>(job, n, keys.first);
+    if constexpr (kLeft)
       for (; n >= keys.first; n = job.before(p, n)) step<false>(job, n, keys.first);
   }
 
   // Block n is weighed while O += P V of the block before is under way.
   template <bool kIsBlind> DEVICE void step(const Job& job, int n, int first) {
-    // Where whole blocks are blind there are few others, and without a branch those are faster.
-    const bool partial = !kIsBlind && (kBlind || job.is_partial(p, n));
+    const bool cut = job.mask_cuts(p, n);
     ScoreInputs<Scores> inputs;
-    inputs.load(p, job.tile, n * kBlockN, partial);
+    inputs.load(p, job.tile, n, cut);
     Scores s;
     multiply(s);
     if (job.before(p, n) < first) pipes.q.give_back();
-    inputs.modify(s, p, job.tile, n * kBlockN);
+    inputs.modify(s, p, job.tile, n);
     bool moved = false;
     Real factors[2];
     const auto follow = [&](int r, Real factor) { moved = true, factors[r] = factor; };
-    if constexpr (kIsBlind) {  // the block lies inside every row's bounds
-      softmax.update_blind(s, follow);
+    if constexpr (kIsBlind) {
+      inputs.hide(s, cut);
+      if (!kHides || softmax.has_begun()) softmax.update_blind(s, follow);
+      else softmax.update_apart(s, follow);
     } else {
-      // Where others are blind, such blocks are few: let O be done, so that the weights' registers
-      // are free for the mask.
-      if constexpr (kBlind) ptx::wgmma_wait_group<0>();
-      if (partial) inputs.hide(s, p, job.tile, n * kBlockN);
+      // Such blocks are few: let O be done, so that the weights' registers are free.
+      ptx::wgmma_wait_group<0>();
+      apply_bounds(s, p, job.tile, n * kBlockN);
+      inputs.hide(s, cut);
       softmax.update_apart(s, follow);
     }
     pipes.k.give_back();
@@ -266,7 +268,7 @@ struct Consumer {
     pipes.v.give_back();
     const bool again = job.kind == JobKind::kAgain;
     bool give_up = false;
-    if (kBlind && softmax.is_doubtful(o, p, job.tile)) {
+    if (softmax.is_doubtful(o, p, job.tile)) {
       give_up = !again && softmax.is_lost(o, p, job.tile);
       softmax.move_to_top(o);
       softmax.end_rows<Output::kRowLanes>(p, job.tile, factors, lse);

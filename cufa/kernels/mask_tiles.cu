@@ -1,65 +1,86 @@
-// Which key blocks a mask hides from a query tile, and which it leaves whole: for kernels that pass
-// over the ones and do not mask the others.
+// A mask for kernels that pass over the key blocks that it hides: attn/mask_tiles.cuh.
 //
 //   in    mask [B, H, Tq, Tk]  any strides
-//   out   workspace            a MaskTile for each key block of each query tile
-//   grid  a warp for each of them, one where the mask is repeated
+//   out   workspace            MaskTiles of each query tile, one where the mask is repeated
+//   grid  a warp for each block of each of them
 #include "attn/key_range.cuh"
 #include "attn/mask_tiles.cuh"
 #include "ptx/vote.cuh"
-#include "tile/mma_fragment.cuh"
 
-// So many loads a lane are under way at once, and then the warp asks whether it has seen enough.
-constexpr int kLoads = 16;
+// A lane reads four keys of each of so many rows at once, and writes the bits of one.
+constexpr int kRows = 8;
+constexpr u32 kEven = 0x55555555;
 
-// Reads kRun keys at once, from key0 on, in the tile's first rows.
-template <int kRun>
-DEVICE MaskTile survey(const Params& p, const Tile& tile, int rows, int key0) {
-  constexpr int kRowRuns = kBlockN / kRun;
-  bool any = false, all = true;
-  for (int first = 0; first < rows * kRowRuns; first += 32 * kLoads) {
+struct Survey {
+  const Params& p;
+  const Tile& tile;
+  const MaskTiles to;
+  const int n;
+  bool any = false, missing = false;  // of the elements that this lane has read
+
+  // Whether the mask leaves keys key .. key + 3 of a row; not those past the end.
+  template <bool kRuns> DEVICE void read(bool (&visible)[4], int row, int key) {
+    const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, row);
+    Vec<u8, 4> found{};
+    if (kRuns && key < p.seqlen_k) found = mask.template run<4>(key);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int run = first + 32 * i + lane();
-      const int row = run / kRowRuns, key = key0 + run % kRowRuns * kRun;
-      if (row >= rows || key >= p.seqlen_k) continue;
-      const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, tile.row0 + row);
-      const Vec<u8, kRun> seen = mask.template run<kRun>(key);
-#pragma unroll
-      for (int j = 0; j < kRun; ++j) any |= seen.x[j] != 0, all &= seen.x[j] != 0;
+    for (int j = 0; j < 4; ++j) {
+      if (!kRuns && key + j < p.seqlen_k) found.x[j] = mask.at(key + j);
+      visible[j] = found.x[j] != 0;
+      const bool exists = key + j < p.seqlen_k && row < p.seqlen_q;
+      any |= exists && visible[j];
+      missing |= exists && !visible[j];
     }
-    if (ptx::vote_any(any) && ptx::vote_any(!all)) return kCut;
   }
-  return ptx::vote_any(any) ? kWhole : kHidden;
-}
+
+  template <bool kRuns> DEVICE MaskTile run() {
+    const int key = n * kBlockN + 4 * lane();
+    for (int row0 = 0; row0 < kBlockM; row0 += kRows) {
+      bool visible[kRows][4] = {};
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (4 * lane() < kBlockN) read<kRuns>(visible[i], tile.row0 + row0 + i, key);
+      u32 bits = 0;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        // Lane q of a quad has columns 2 q and 2 q + 1 of each eight, which two lanes have read.
+        u32 votes[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) votes[j] = ptx::vote_ballot(visible[i][j]);
+        const bool second = lane() & 1, upper = lane() & 2;
+        const u32 even = (second ? votes[2] : votes[0]) >> upper;
+        const u32 odd = (second ? votes[3] : votes[1]) >> upper;
+        if (lane() / 4 == i) bits = (even & kEven) | (odd & kEven) << 1;
+      }
+      to.bits_of(n, row0 + lane() / 4) = bits;
+    }
+    if (!ptx::vote_any(any)) return kHidden;
+    return ptx::vote_any(missing) ? kCut : kWhole;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 mask_tiles(const __grid_constant__ Params p) {
-  const Strides& to = p.mask_tiles_stride;
-  const int blocks = ceil_div(ceil_div(p.seqlen_k, kBlockN), MaskTiles::kPerWord) *
-                     MaskTiles::kPerWord;
-  const int heads = p.heads.value, tiles = p.tiles.value;
-  const int batches = p.tile_count / (heads * tiles);
-
-  Tile tile(p, 0);
   i64 rest = i64(ptx::ctaid_x()) * (kThreads / 32) + warp();
-  const auto draw = [&](int count) {
-    const int drawn = rest % count;
-    rest /= count;
+  const auto draw = [&](bool varies, int count) {
+    const int drawn = varies ? rest % count : 0;
+    if (varies) rest /= count;
     return drawn;
   };
-  const int n = draw(blocks);
-  tile.row0 = draw(to.row != 0 ? tiles : 1) * kBlockM;
-  tile.head = draw(to.head != 0 ? heads : 1);
-  tile.batch = draw(to.batch != 0 ? batches : 1);
+  const Strides& stride = p.mask_tiles_stride;
+  const int heads = p.heads.value, tiles = p.tiles.value;
+  Tile tile(p, 0);
+  const int n = draw(true, MaskTiles::block_count(p));
+  tile.row0 = draw(stride.row != 0, tiles) * kBlockM;
+  tile.head = draw(stride.head != 0, heads);
+  tile.batch = draw(stride.batch != 0, p.tile_count / (heads * tiles));
   if (rest != 0) return;
 
-  MaskTile found = kHidden;
+  Survey survey{p, tile, {p, tile}, n};
   const KeyRange seen = visible_keys(p, tile);
-  if (to.row == 0 || (seen.first <= n && n < seen.last)) {
-    const int rows = to.row == 0 ? 1 : min_of(kBlockM, p.seqlen_q - tile.row0);
-    found = has_runs<u8, 4>(p.mask, p.mask_stride, p) ? survey<4>(p, tile, rows, n * kBlockN)
-                                                      : survey<1>(p, tile, rows, n * kBlockN);
-  }
-  if (lane() == 0) MaskTiles(p, tile).bytes()[n] = found;
+  MaskTile found = kHidden;
+  // Rows of other tiles see other keys.
+  if (stride.row == 0 ? n * kBlockN < p.seqlen_k : seen.first <= n && n < seen.last)
+    found = has_runs<u8, 4>(p.mask, p.mask_stride, p) ? survey.run<true>() : survey.run<false>();
+  if (lane() == 0) survey.to[n] = found;
 }

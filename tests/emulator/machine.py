@@ -24,7 +24,7 @@ from emulator.tensor_map import emulated
 #: Of what is not an input, by kernel; others keep in the workspace what a thread will want again.
 _OUTPUTS = {"o": Access.WRITE_ONCE, "lse": Access.WRITE_ONCE, "tickets": Access.ADD}
 _ACCESS = {
-    "mask_tiles": {"workspace": Access.WRITE_ONCE, "o": None, "lse": None, "tickets": None},
+    "mask_tiles": {"workspace": Access.THREAD_OWN, "o": None, "lse": None, "tickets": None},
     "fa3_fwd_sm90": _OUTPUTS,
 }
 _ACCESS_OF_OTHERS = {**_OUTPUTS, "workspace": Access.THREAD_OWN}

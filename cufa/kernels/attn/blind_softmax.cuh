@@ -30,6 +30,14 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     exponentials(s, m, scale, l);
   }
 
+  // Whether every row of the warp has seen a key, so that blind updates are of use.
+  DEVICE bool has_begun() const {
+    bool has = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) has &= m[r] != -infinity();
+    return !ptx::vote_any(!has);
+  }
+
   // `update_apart` without a look at the scores: weights are relative to the m that earlier blocks
   // have left. bfloat16 has float32's range, and they may become as large as that. Where they
   // overflow, or m is of no use (-inf, or beyond kFoldLimit), l is not finite from here on, and

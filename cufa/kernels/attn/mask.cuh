@@ -11,10 +11,10 @@ DEVICE int row_end(const Params& p, int row) {
   return kRight ? min_of(p.seqlen_k, row + p.diagonal + p.right + 1) : p.seqlen_k;
 }
 
-// Scores of hidden keys become -inf. key0 is the key of column 0; mask_at(r, c), called for keys
-// that exist, is what the mask says of an element.
-template <class Fragment, class At>
-DEVICE void apply_mask(Fragment& s, const Params& p, const Tile& tile, int key0, At mask_at) {
+// Scores of hidden keys become -inf: those past the end and outside the band, and those for which
+// `hides(r, c)`, asked about the others, holds. key0 is the key of column 0.
+template <class Fragment, class Hides>
+DEVICE void hide(Fragment& s, const Params& p, const Tile& tile, int key0, Hides hides) {
 #pragma unroll
   for (int r = 0; r < Fragment::kRows; ++r) {
     const int row = tile.row0 + s.row(r);
@@ -26,16 +26,22 @@ DEVICE void apply_mask(Fragment& s, const Params& p, const Tile& tile, int key0,
       const int col = s.col(c);
       bool visible = col < end;
       if constexpr (kLeft) visible = visible && col >= begin;
-      if constexpr (kMask) visible = visible && mask_at(r, c);
+      visible = visible && !hides(r, c);
       if (!visible) s.at(r, c) = -infinity();
     }
   }
 }
 
-// The same of a mask that is read here.
+template <class Fragment>
+DEVICE void apply_bounds(Fragment& s, const Params& p, const Tile& tile, int key0) {
+  hide(s, p, tile, key0, [](int, int) { return false; });
+}
+
 template <class Fragment>
 DEVICE void apply_mask(Fragment& s, const Params& p, const Tile& tile, int key0) {
-  apply_mask(s, p, tile, key0, [&](int r, int c) {
-    return ScoreRow<u8>(p.mask, p.mask_stride, p, tile, tile.row0 + s.row(r)).at(key0 + s.col(c));
+  if constexpr (!kMask) return apply_bounds(s, p, tile, key0);
+  hide(s, p, tile, key0, [&](int r, int c) {
+    const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, tile.row0 + s.row(r));
+    return !mask.at(key0 + s.col(c));
   });
 }

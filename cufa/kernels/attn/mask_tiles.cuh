@@ -1,29 +1,44 @@
-// What a mask leaves of the key blocks of each query tile, as mask_tiles.cu finds it beforehand.
+// A mask as mask_tiles.cu leaves it for kernels that pass over key blocks: for each query tile what
+// it hides of each block, and a bit for each element.
 #pragma once
 #include "attn/tile.cuh"
 #include "ptx/clz.cuh"
+#include "tile/mma_fragment.cuh"
 
-// A byte for each block.
 enum MaskTile : u8 {
   kHidden = 0,  // no row sees a key
-  kCut = 1,
-  kWhole,  // every row sees all that exist
+  kCut,
+  kWhole,  // every row sees all keys that exist
 };
 
-// The blocks of one query tile, eight to a word. Tiles that differ only along axes that the mask is
-// repeated along have the same words.
+// In the workspace: a MaskTile for each block, eight to a word, then the bits of each block. Tiles
+// that differ only along axes that the mask is repeated along have the same memory.
 struct MaskTiles {
   static constexpr int kPerWord = 8;
+  // A lane's columns of one row of a block are the lowest bits of one number. There is one for each
+  // row and each lane of a quad.
+  static constexpr int kColumns = kBlockN / 4, kBlockBits = 4 * kBlockM;
+  static_assert(!kMask || kColumns <= 32);
 
   u64* words;
+  u32* bits;
+
+  DEVICE static int block_count(const Params& p) {
+    return ceil_div(ceil_div(p.seqlen_k, kBlockN), kPerWord) * kPerWord;
+  }
 
   DEVICE MaskTiles(const Params& p, const Tile& tile)
       : words(static_cast<u64*>(p.workspace) + tile.batch * p.mask_tiles_stride.batch +
               tile.head * p.mask_tiles_stride.head +
-              tile.row0 / kBlockM * p.mask_tiles_stride.row) {}
+              tile.row0 / kBlockM * p.mask_tiles_stride.row),
+        bits(reinterpret_cast<u32*>(words + block_count(p) / kPerWord)) {}
 
-  DEVICE u8* bytes() const { return reinterpret_cast<u8*>(words); }
-  DEVICE bool is_whole(int n) const { return bytes()[n] == kWhole; }
+  DEVICE u8& operator[](int n) const { return reinterpret_cast<u8*>(words)[n]; }
+
+  // Of row `row` of the tile, and this lane of a quad.
+  DEVICE u32& bits_of(int n, int row) const {
+    return bits[i64(n) * kBlockBits + 4 * row + lane() % 4];
+  }
 
   // The last block up to n that is not hidden; negative if all are.
   DEVICE int last(int n) const {

@@ -28,9 +28,10 @@ struct Job {
     else return n - 1;
   }
 
-  // Whether block n has keys that some row does not see.
-  DEVICE bool is_partial(const Params& p, int n) const {
-    return keys.is_cut(n) || (kMask && !MaskTiles(p, tile).is_whole(n));
+  // Whether the mask hides keys of block n.
+  DEVICE bool mask_cuts(const Params& p, int n) const {
+    if constexpr (kMask) return MaskTiles(p, tile)[n] != kWhole;
+    else return false;
   }
 };
 

@@ -27,6 +27,7 @@ void bar_warp_sync();
 uint64_t shfl_bfly(uint64_t bits, int lane_mask);
 int shfl_idx(int x, int lane);
 bool vote_any(bool x);
+uint32_t vote_ballot(bool x);
 bool elect_sync();
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t row, bool trans);
 void stmatrix_x4(uint32_t row, const uint32_t (&r)[4], bool trans);

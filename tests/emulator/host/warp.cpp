@@ -172,6 +172,17 @@ bool vote_any(bool x) {
   return x;
 }
 
+uint32_t vote_ballot(bool x) {
+  const Doing doing("vote.sync.ballot", __builtin_return_address(0));
+  uint32_t mine = x;
+  meet(32, &mine, [](void* const* lanes) {
+    uint32_t votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= lane<uint32_t>(lanes, i) << i;
+    for (int i = 0; i < 32; ++i) lane<uint32_t>(lanes, i) = votes;
+  });
+  return mine;
+}
+
 // Any lane may be elected, but always the same one.
 bool elect_sync() {
   const Doing doing("elect.sync", __builtin_return_address(0));

@@ -6,6 +6,7 @@
 //         each number that the lower bits of `bits` are compared with
 //   grid  n / 128   block 128
 #include "base/types.cuh"
+#include "ptx/clz.cuh"
 #include "ptx/cvt.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shfl.cuh"
@@ -27,7 +28,8 @@ struct ScalarParams {
   f32 *mov_f32, *shfl_bfly_f32;
   f64* shfl_bfly_f64;
   i32* shfl_idx;
-  u32* vote_any;
+  u32 *vote_any, *vote_ballot;
+  i32* clz;
   u64* mov_b64;
   f64* mov_f64;
   i32 n;
@@ -45,6 +47,7 @@ ptx_scalar(const __grid_constant__ ScalarParams p) {
   p.cvt_f32_f16[i] = ptx::cvt_f32_f16(p.half[i]);
   p.cvt_rn_f16_f32[i] = ptx::cvt_rn_f16_f32(x);
   p.cvt_rz_f32_f64[i] = ptx::cvt_rz_f32_f64(wide);
+  p.clz[i] = ptx::clz(p.wide_bits[i]);
   p.mov_b32[i] = ptx::mov_b32(x);
   p.mov_f32[i] = ptx::mov_f32(p.bits[i]);
   p.mov_b64[i] = ptx::mov_b64(wide);
@@ -54,5 +57,6 @@ ptx_scalar(const __grid_constant__ ScalarParams p) {
     p.shfl_bfly_f64[mask * p.n + i] = ptx::shfl_bfly(wide, mask);
     p.shfl_idx[mask * p.n + i] = ptx::shfl_idx(int(p.bits[i]), mask);
     p.vote_any[mask * p.n + i] = ptx::vote_any(p.bits[i] % 64 == u32(mask));
+    p.vote_ballot[mask * p.n + i] = ptx::vote_ballot(p.bits[i] >> mask & 1);
   }
 }
