@@ -56,7 +56,7 @@ template <int kWarps> struct TilePath {
   DEVICE TilePath(u8* memory, u32 address)
       : sent(address), done(address), slots(reinterpret_cast<Slot*>(memory + Turns::kBytes)) {}
 
-  DEVICE void init() const { sent.init(kWarps); }
+  DEVICE void init() const { sent.init(32 * kWarps); }
 
   // By the producer: load(kind, job) is called for each job, as soon as consumers know of it. A
   // block's first tile has the block's number; it draws the next one once for each tile that it
@@ -99,7 +99,10 @@ template <int kWarps> struct TilePath {
   DEVICE void give_back(bool give_up) {
     ptx::bar_warp_sync();  // all lanes have read the slot
     if (lane() == 0) slots[done.stage()].gave_up[warp()] = give_up;
-    done.give_back();
+    // Every lane for itself: that one arrives for what others have read, compute-sanitizer takes for
+    // a race with the producer's next write.
+    ptx::mbarrier_arrive(done.empty());
+    ++done.turn;
   }
 
  private:

@@ -17,11 +17,11 @@ template <int kStages> struct Pipeline {
 
   DEVICE explicit Pipeline(u32 address) : barriers(address) {}
 
-  // By one thread, before any use.
-  DEVICE void init(int consumer_warps) const {
+  // By one thread, before any use. A buffer is given back by so many arrivals.
+  DEVICE void init(int arrivals) const {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(barriers + 8 * i, 1);
-      ptx::mbarrier_init(barriers + 8 * (kStages + i), consumer_warps);
+      ptx::mbarrier_init(barriers + 8 * (kStages + i), arrivals);
     }
   }
 
