@@ -54,6 +54,8 @@ def test_barriers_and_thread_numbers(
         "any_above_2": np.repeat((x > 2).any(-1), 256, -1).reshape(blocks, rounds, 256),
     }
     expected["any_above_2"] = expected["any_above_2"].astype(np.int32)
+    halves = (x.reshape(blocks, rounds, 2, 64) > 1).any(-1)
+    expected["of_half_above_1"] = np.repeat(halves, 128, -1).astype(np.int32)
     numbers = {"grid_x": grid[0], "grid_y": grid[1], "rounds": rounds}
     arrays = inputs(x=x) | outputs(expected)
     machine.check(Launch("ptx_barrier", arrays, numbers, {}, grid, 256, 1024), expected, seed)

@@ -52,9 +52,13 @@ constexpr int kConsumerRegs =
 // kTurn and on, where the one before it arrives.
 constexpr bool kTakeTurns = kConsumers > 1;
 constexpr int kTurn = 1;
+constexpr int kBegun = kTurn + kConsumers;  // and on: of each warpgroup alone
 
 // Whether all keys of a row may be hidden that lie inside its bounds.
 constexpr bool kHides = kMask || kBias != kNone;
+
+// Whether blocks that the mask leaves whole have code of their own. A bias takes longer than a mask.
+constexpr bool kTellsCut = kMask && kBias == kNone;
 
 struct Pipelines {
   TilePipeline<TileQ, kQBuffers> q;
@@ -98,7 +102,7 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     if (!Job::is_tile(kind)) return load_owed();
     const Tile tile = job.tile;
     const KeyRange keys = job.keys;
-    for (int n = keys.last - 1; n >= keys.first; n = job.before(p, n)) {
+    for (int n = keys.last - 1; n >= keys.first; n = job.before(p, n).n) {
       pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);
       load_owed();
       if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
@@ -174,58 +178,65 @@ struct Consumer {
 
   DEVICE void weigh_first(Scores& s) {
     const Job& job = pipes.path.due();
-    const int n = job.keys.last - 1;
-    const bool cut = job.mask_cuts(p, n);
-    ScoreInputs<Scores> inputs;
-    inputs.load(p, job.tile, n, cut);
+    const KeyBlock block = job.last(p);
+    ScoreInputs<Scores, kMask> inputs;
+    inputs.load(p, job.tile, block);
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
-    if (job.before(p, n) < job.keys.first) pipes.q.give_back();
-    inputs.modify(s, p, job.tile, n);
-    if (job.keys.is_cut(n)) apply_bounds(s, p, job.tile, n * kBlockN);
-    inputs.hide(s, cut);
+    if (job.before(p, block.n).n < job.keys.first) pipes.q.give_back();
+    inputs.modify(s, p, job.tile, block);
+    if (job.keys.is_cut(block.n)) apply_bounds(s, p, job.tile, block.n * kBlockN);
+    inputs.hide(s);
     softmax.begin(s);
     weights = narrow(s);
     fresh = true;
   }
 
-  // All other blocks, down to the first: some that bounds on the right cut, then blind ones, which
-  // lie inside every row's bounds, then some that bounds on the left cut. None is blind the second
-  // time.
+  // All other blocks, down to the first: some that bounds on the right cut, or until every row has
+  // seen a key; then blind ones, which lie inside every row's bounds; then some that bounds on the
+  // left cut. None is blind the second time.
   DEVICE void finish_keys() {
     const Job& job = pipes.path.due();
     const KeyRange keys = job.keys;
     const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
-    int n = job.before(p, keys.last - 1);
-    for (; n >= max_of(keys.first, blind_last); n = job.before(p, n))
-      step<false>(job, n, keys.first);
-    for (; n >= max_of(keys.first, keys.whole_first); n = job.before(p, n))
-      step<true>(job, n, keys.first);
-    if constexpr (kLeft)
-      for (; n >= keys.first; n = job.before(p, n)) step<false>(job, n, keys.first);
+    const int blind_first = max_of(keys.first, keys.whole_first);
+    KeyBlock block = job.before(p, keys.last - 1);
+    do {
+      while (block.n >= keys.first &&
+             ((kLeft && block.n < blind_first) || block.n >= blind_last || !has_begun()))
+        block = step<false, kMask>(job, block, keys.first);
+      while (block.n >= blind_first)
+        block = !kTellsCut || block.mask == kCut ? step<true, kMask>(job, block, keys.first)
+                                                 : step<true, false>(job, block, keys.first);
+    } while (kLeft && block.n >= keys.first);
   }
 
-  // Block n is weighed while O += P V of the block before is under way.
-  template <bool kIsBlind> DEVICE void step(const Job& job, int n, int first) {
-    const bool cut = job.mask_cuts(p, n);
-    ScoreInputs<Scores> inputs;
-    inputs.load(p, job.tile, n, cut);
+  // Whether all rows of the warpgroup have an m, by which blocks can be weighed blind.
+  DEVICE bool has_begun() const {
+    return !kHides || !ptx::bar_red_or(!softmax.has_begun(), kBegun + warpgroup, 128);
+  }
+
+  // A block is weighed while O += P V of the one before is under way; returns the next one.
+  template <bool kIsBlind, bool kMasks>
+  DEVICE KeyBlock step(const Job& job, KeyBlock block, int first) {
+    const KeyBlock next = job.before(p, block.n);
+    ScoreInputs<Scores, kMasks> inputs;
+    inputs.load(p, job.tile, block);
     Scores s;
     multiply(s);
-    if (job.before(p, n) < first) pipes.q.give_back();
-    inputs.modify(s, p, job.tile, n);
+    if (next.n < first) pipes.q.give_back();
+    inputs.modify(s, p, job.tile, block);
     bool moved = false;
     Real factors[2];
     const auto follow = [&](int r, Real factor) { moved = true, factors[r] = factor; };
     if constexpr (kIsBlind) {
-      inputs.hide(s, cut);
-      if (!kHides || softmax.has_begun()) softmax.update_blind(s, follow);
-      else softmax.update_apart(s, follow);
+      inputs.hide(s);
+      softmax.update_blind(s, follow);
     } else {
       // Such blocks are few: let O be done, so that the weights' registers are free.
       ptx::wgmma_wait_group<0>();
-      apply_bounds(s, p, job.tile, n * kBlockN);
-      inputs.hide(s, cut);
+      apply_bounds(s, p, job.tile, block.n * kBlockN);
+      inputs.hide(s);
       softmax.update_apart(s, follow);
     }
     pipes.k.give_back();
@@ -236,6 +247,7 @@ struct Consumer {
 #pragma unroll
       for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
     }
+    return next;
   }
 
   DEVICE void issue_last() {

@@ -30,12 +30,12 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     exponentials(s, m, scale, l);
   }
 
-  // Whether every row of the warp has seen a key, so that blind updates are of use.
+  // Whether this lane's rows have seen a key, so that blind updates are of use.
   DEVICE bool has_begun() const {
     bool has = true;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) has &= m[r] != -infinity();
-    return !ptx::vote_any(!has);
+    return has;
   }
 
   // `update_apart` without a look at the scores: weights are relative to the m that earlier blocks

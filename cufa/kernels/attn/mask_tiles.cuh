@@ -11,6 +11,11 @@ enum MaskTile : u8 {
   kWhole,  // every row sees all keys that exist
 };
 
+struct KeyBlock {
+  int n;
+  MaskTile mask;
+};
+
 // In the workspace: a MaskTile for each block, eight to a word, then the bits of each block. Tiles
 // that differ only along axes that the mask is repeated along have the same memory.
 struct MaskTiles {
@@ -33,21 +38,24 @@ struct MaskTiles {
               tile.row0 / kBlockM * p.mask_tiles_stride.row),
         bits(reinterpret_cast<u32*>(words + block_count(p) / kPerWord)) {}
 
-  DEVICE u8& operator[](int n) const { return reinterpret_cast<u8*>(words)[n]; }
+  DEVICE MaskTile& operator[](int n) const { return reinterpret_cast<MaskTile*>(words)[n]; }
 
   // Of row `row` of the tile, and this lane of a quad.
   DEVICE u32& bits_of(int n, int row) const {
     return bits[i64(n) * kBlockBits + 4 * row + lane() % 4];
   }
 
-  // The last block up to n that is not hidden; negative if all are.
-  DEVICE int last(int n) const {
+  // The last block up to n that is not hidden; of number -1 if all are.
+  DEVICE KeyBlock last(int n) const {
     while (n >= 0) {
       const int above = kPerWord - 1 - n % kPerWord;  // blocks of the word that come after n
       const u64 found = words[n / kPerWord] << 8 * above;
-      if (found != 0) return n - ptx::clz(found) / 8;
+      if (found != 0) {
+        const int hidden = ptx::clz(found) / 8;
+        return {n - hidden, MaskTile(found << 8 * hidden >> 56)};
+      }
       n -= kPerWord - above;
     }
-    return n;
+    return {-1, kHidden};
   }
 };

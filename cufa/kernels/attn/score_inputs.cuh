@@ -47,42 +47,39 @@ template <class Fragment> struct BiasTile {
   DEVICE Bias at(int r, int c) const { return x[r][c / 2].at(c % 2); }
 };
 
-template <class Fragment> struct ScoreInputs {
-  // Registers do not suffice for pairs of float64, which are read where they are used.
+// kMasks: the mask may hide keys of the block.
+template <class Fragment, bool kMasks> struct ScoreInputs {
+  // Registers do not suffice for float64, which is read where it is used.
   static constexpr bool kLoadsBias = kBias != kNone && kBias != kFloat64;
 
   BiasTile<Fragment> bias;
   u32 mask[Fragment::kRows];  // bit c for column c: whether the key is visible
 
-  // `cut` is whether the mask hides a key of block n.
-  DEVICE void load(const Params& p, const Tile& tile, int n, bool cut) {
-    if constexpr (kLoadsBias) bias.load(p, tile, n * kBlockN);
-    if constexpr (kMask) {
-      if (!cut) return;
+  DEVICE void load(const Params& p, const Tile& tile, KeyBlock block) {
+    if constexpr (kLoadsBias) bias.load(p, tile, block.n * kBlockN);
+    if constexpr (kMasks) {
       const MaskTiles tiles(p, tile);
 #pragma unroll
-      for (int r = 0; r < Fragment::kRows; ++r) mask[r] = tiles.bits_of(n, Fragment::row(r));
-    }
-  }
-
-  DEVICE void modify(Fragment& s, const Params& p, const Tile& tile, int n) const {
-    if constexpr (kLoadsBias) {
-      score_mod(s, p, tile, n * kBlockN,
-                [&](int r, int c) { return bias_of<kBias>(bias.at(r, c)); });
-    } else {
-      score_mod(s, p, tile, n * kBlockN);
-    }
-  }
-
-  // What the mask hides, if it cuts the block.
-  DEVICE void hide(Fragment& s, bool cut) const {
-    if constexpr (kMask) {
-      if (!cut) return;
-#pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r)
-#pragma unroll
-        for (int c = 0; c < Fragment::kCols; ++c)
-          if (!(mask[r] >> c & 1)) s.at(r, c) = -infinity();
+        mask[r] = block.mask == kHidden ? 0 : tiles.bits_of(block.n, Fragment::row(r));
     }
+  }
+
+  // Scale, softcap, ALiBi and bias.
+  DEVICE void modify(Fragment& s, const Params& p, const Tile& tile, KeyBlock block) const {
+    const int key0 = block.n * kBlockN;
+    if constexpr (kLoadsBias)
+      score_mod(s, p, tile, key0, [&](int r, int c) { return bias_of<kBias>(bias.at(r, c)); });
+    else score_mod(s, p, tile, key0);
+  }
+
+  // Scores of keys that the mask hides become -inf.
+  DEVICE void hide(Fragment& s) const {
+    if constexpr (!kMasks) return;
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < Fragment::kCols; ++c)
+        if (!(mask[r] >> c & 1)) s.at(r, c) = -infinity();
   }
 };

@@ -22,16 +22,14 @@ struct Job {
     return kind == JobKind::kTile || kind == JobKind::kAgain;
   }
 
-  // Blocks are taken from keys.last - 1 down to keys.first, but for those that the mask hides.
-  DEVICE int before(const Params& p, int n) const {
-    if constexpr (kMask) return MaskTiles(p, tile).last(n - 1);
-    else return n - 1;
+  // The block of keys that a tile begins with; and the one after block n, which lies before it.
+  DEVICE KeyBlock last(const Params& p) const {
+    const int n = keys.last - 1;
+    return {n, kMask ? MaskTiles(p, tile)[n] : kWhole};
   }
-
-  // Whether the mask hides keys of block n.
-  DEVICE bool mask_cuts(const Params& p, int n) const {
-    if constexpr (kMask) return MaskTiles(p, tile)[n] != kWhole;
-    else return false;
+  DEVICE KeyBlock before(const Params& p, int n) const {
+    if constexpr (kMask) return MaskTiles(p, tile).last(n - 1);
+    else return {n - 1, kWhole};
   }
 };
 
@@ -108,7 +106,7 @@ template <int kWarps> struct TilePath {
  private:
   DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
     KeyRange keys = visible_keys(p, tile);
-    if constexpr (kMask) keys.last = MaskTiles(p, tile).last(keys.last - 1) + 1;
+    if constexpr (kMask) keys.last = MaskTiles(p, tile).last(keys.last - 1).n + 1;
     // One block at least, so that a tile that sees no key goes the way of all.
     keys.last = max_of(keys.last, keys.first + 1);
     // Every row is to have seen a key before the blind blocks, for an m. The first row sees least

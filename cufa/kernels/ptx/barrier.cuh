@@ -14,6 +14,16 @@ DEVICE void bar_warp_sync() { __syncwarp(); }
 DEVICE void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+DEVICE bool bar_red_or(bool x, int id, int threads) {
+  u32 any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %1, 0; bar.red.or.pred q, %2, %3, p; "
+      "selp.u32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(u32(x)), "r"(id), "r"(threads)
+      : "memory");
+  return any;
+}
 DEVICE void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

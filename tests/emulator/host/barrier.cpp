@@ -85,9 +85,9 @@ void bar_sync(int id, int threads) {
   while (!mine.done) wait();
 }
 
-bool bar_red_or(bool x) {
+bool bar_red_or(bool x, int id, int threads) {
   const Doing doing("bar.red.or", __builtin_return_address(0));
-  Arrival mine{self, 0, 0, true, false, x};
+  Arrival mine{self, id, threads, true, false, x};
   meet(32, &mine, arrive);
   while (!mine.done) wait();
   return mine.any;

@@ -19,7 +19,7 @@ uint32_t shared_address(const void* p);  // in the 32-bit window that instructio
 
 // Barriers. `threads` 0: all of the block.
 void bar_sync(int id, int threads);
-bool bar_red_or(bool x);
+bool bar_red_or(bool x, int id, int threads);
 void bar_arrive(int id, int threads);
 void bar_warp_sync();
 

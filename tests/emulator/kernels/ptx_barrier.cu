@@ -7,6 +7,7 @@
 //         of_block [blocks, 256]  that of the thread as far from the block's end
 //         handed [blocks, rounds, 128] f32   x of a round backwards, from one half to the other
 //         any_above_2 [blocks, rounds, 256]   whether an x of the round is
+//         of_half_above_1 [blocks, rounds, 256]   the same, for each half of the block
 //   grid  any   block 256   smem 1024
 #include "base/types.cuh"
 #include "ptx/barrier.cuh"
@@ -18,7 +19,7 @@ struct BarrierParams {
   const f32* x;
   i32 *who, *of_warp, *of_block;
   f32* handed;
-  i32* any_above_2;
+  i32 *any_above_2, *of_half_above_1;
   i32 grid_x, grid_y, rounds;
 };
 
@@ -50,6 +51,8 @@ ptx_barrier(const __grid_constant__ BarrierParams p) {
     const i64 row = i64(block) * p.rounds + round;
     const bool above = tid < 128 && p.x[128 * row + tid] > 2.f;
     p.any_above_2[kThreads * row + tid] = ptx::bar_red_or(above);
+    const bool of_half = p.x[128 * row + tid / 2] > 1.f;
+    p.of_half_above_1[kThreads * row + tid] = ptx::bar_red_or(of_half, 2 + tid / 128, 128);
   }
 
   f32* slots = reinterpret_cast<f32*>(shared);
