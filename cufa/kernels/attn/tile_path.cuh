@@ -22,6 +22,21 @@ struct Job {
   }
 };
 
+// Of a tile's key blocks those for its rows top .. top + rows - 1: from the last that they see down
+// to the tile's first. One at least, so that rows that see no key go the way of all.
+DEVICE KeyRange cut_right(const Params& p, const KeyRange& of_tile, int top, int rows) {
+  KeyRange keys = of_tile;
+  if constexpr (kRight) {
+    const int bottom = min_of(top + rows, p.seqlen_q) - 1;
+    keys.last = ceil_div(max_of(0, row_end(p, bottom)), kBlockN);
+    // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
+    // on the right: the block with its last key does not count as whole.
+    keys.whole_last = max_of(0, row_end(p, min_of(top, bottom)) - 1) / kBlockN;
+  }
+  keys.last = max_of(keys.last, keys.first + 1);
+  return keys;
+}
+
 // Slots of shared memory, in turn, each with a job and, for each of kWarps warps, whether it has
 // given up on it. If any has, the producer sends the same tile once more when the slot is next. So
 // a row's result depends on the numbers alone, not on which block computed it when.
@@ -60,7 +75,8 @@ template <int kWarps> struct TilePath {
       } else if (next < p.tile_count) {
         kind = JobKind::kTile;
         slot.job.tile = Tile::in_turn(p, next);
-        slot.job.keys = key_blocks(p, slot.job.tile);
+        slot.job.keys =
+            cut_right(p, visible_keys(p, slot.job.tile), slot.job.tile.row0, kBlockM);
         next = ptx::nctaid_x() + ptx::atom_inc(p.tickets, p.tile_count - 1);
       }
       slot.job.kind = kind;
@@ -79,6 +95,9 @@ template <int kWarps> struct TilePath {
     return JobKind(kind);
   }
 
+  // The job of the last `next`.
+  DEVICE const Job& latest() const { return slots[(sent.turn - 1) % kSlots].job; }
+
   // The earliest job that is not given back; whether this warp gave up on it the first time, if it
   // is a kAgain; and its end.
   DEVICE const Job& due() const { return slots[done.stage()].job; }
@@ -90,17 +109,6 @@ template <int kWarps> struct TilePath {
   }
 
  private:
-  DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
-    KeyRange keys = visible_keys(p, tile);
-    // One block at least, so that a tile that sees no key goes the way of all.
-    keys.last = max_of(keys.last, keys.first + 1);
-    // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
-    // on the right: the block with its last key does not count as whole.
-    if constexpr (kRight)
-      keys.whole_last = min_of(keys.whole_last, max_of(0, row_end(p, tile.row0) - 1) / kBlockN);
-    return keys;
-  }
-
   DEVICE static bool any_gave_up(const Slot& slot) {
     bool any = false;
 #pragma unroll
