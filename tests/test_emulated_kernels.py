@@ -276,21 +276,27 @@ def test_blocks_of_keys_that_no_row_sees_are_not_computed(
     tile = kernel_key(machine, q, k, v, algorithm=algorithm, **options).config
     scores, keys = np.ones((seqlen_q, seqlen_k)), np.eye(seqlen_k)
     weights, _ = reference.attention(scores, keys, keys, **options)
-    blocks = [
-        sum(
-            weights[i : i + tile.block_m, j : j + tile.block_n].any()
-            for j in range(0, seqlen_k, tile.block_n)
-        )
-        for i in range(0, seqlen_q, tile.block_m)
-    ]
+    starts = range(0, seqlen_k, tile.block_n)
+    seen = np.stack([weights[:, j : j + tile.block_n].any(axis=1) for j in starts], axis=1)
     if algorithm == "fa3":
-        blocks = [max(1, n) for n in blocks]  # one, where there are none, that is all masked
+        # Each 64 rows of a tile: from the last block that one of them sees down to the first that
+        # one of the tile sees. Where there is none, one that is all masked.
+        blocks = 0
+        for row in range(0, config.round_up(seqlen_q, tile.block_m), 64):
+            of_tile = seen[row // tile.block_m * tile.block_m :][: tile.block_m].any(axis=0)
+            own = seen[min(row, seqlen_q - 1) :][:64].any(axis=0)
+            last = np.flatnonzero(own).max(initial=-1)
+            blocks += max(1, last - np.argmax(of_tile) + 1)
         done = machine.counts.executed["wgmma.mma_async"]
-        products = tile.block_m // 64 * (64 + tile.block_n) // 16  # S = Q K^T and O += P V
+        products = (64 + tile.block_n) // 16  # S = Q K^T and O += P V
     else:
+        blocks = sum(
+            seen[row : row + tile.block_m].any(axis=0).sum()
+            for row in range(0, seqlen_q, tile.block_m)
+        )
         done = machine.counts.executed["mma.m16n8k16"]
         products = 2 * tile.block_m * tile.block_n * 64 // (16 * 8 * 16)
-    assert done == sum(blocks) * products
+    assert done == blocks * products
 
 
 def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:

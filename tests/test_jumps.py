@@ -220,3 +220,17 @@ def test_tiles_that_see_no_jump_are_computed_once(level: tuple[Emulator, Case, i
     second = replace(case, jumps=((0, 200.0), (100, -200.0)))
     first = replace(case, seqlen_q=128, seqlen_k=128)
     assert products(machine, second) == 2 * once - products(machine, first)
+
+
+@a_quarter
+@given(seqlen_q=st.integers(1, 300), seqlen_k=st.integers(1, 300))
+def test_a_warpgroup_multiplies_only_blocks_that_its_rows_see(
+    machines: list[Emulator], seqlen_q: int, seqlen_k: int
+) -> None:
+    groups = 2 * -(-seqlen_q // TILE.block_m)  # of 64 rows
+    ends = [min(64 * n, seqlen_q) for n in range(1, groups + 1)]
+    seen = [max(1, -(-(end + seqlen_k - seqlen_q) // TILE.block_n)) for end in ends]
+    case = Case(seqlen_q=1, seqlen_k=1, dtype="bfloat16", causal=True)
+    block = products(machines[0], case) // 2  # either warpgroup has one
+    case = replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    assert products(machines[0], case) == block * sum(seen)

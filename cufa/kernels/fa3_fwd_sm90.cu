@@ -54,6 +54,10 @@ constexpr bool kTakeTurns = kConsumers > 1;
 constexpr int kTurn = 1;
 constexpr int kBegun = kTurn + kConsumers;  // and on: of each warpgroup alone
 
+// Whether a bound on the right may hide blocks of a tile from some of its warpgroups alone. Beside
+// a mask that is not told.
+constexpr bool kPassHidden = kRight && !kMask && kConsumers > 1;
+
 // Whether all keys of a row may be hidden that lie inside its bounds.
 constexpr bool kHides = kMask || kBias != kNone;
 
@@ -139,6 +143,8 @@ struct Consumer {
         finish_keys();
         kind = pipes.path.next();
         if (kQBuffers == 1 || !Job::is_tile(kind)) break;
+        // V of hidden blocks comes after that of the tile before, which is first to be given back.
+        if (kPassHidden && hidden_blocks(pipes.path.latest()) > 0) break;
         end_and_begin();
       }
       end();
@@ -146,25 +152,56 @@ struct Consumer {
   }
 
  private:
+  // A job's key blocks for this warpgroup: a bound on the right may hide the last of the tile's.
+  DEVICE decltype(auto) own_keys(const Job& job) const {
+    if constexpr (kPassHidden)
+      return cut_right(p, job.keys, job.tile.row0 + 64 * warpgroup, 64);
+    else
+      return (job.keys);  // a reference
+  }
+  DEVICE int hidden_blocks(const Job& job) const { return job.keys.last - own_keys(job).last; }
+
+  // K and V of hidden blocks go back when they are there: to arrive before would count for what
+  // their buffers held last. In each block others multiply by turns, so its turn is passed on.
+  DEVICE void pass_hidden() {
+    for (int n = hidden_blocks(pipes.path.due()); n > 0; --n) {
+      take_turn();
+      end_turn();
+      pipes.k.wait_full();
+      pipes.v.wait_full();
+      ptx::bar_warp_sync();  // all lanes have seen them
+      pipes.k.give_back();
+      pipes.v.give_back();
+    }
+  }
+
+  // One warpgroup's products run while another weighs.
+  DEVICE void take_turn() const {
+    if constexpr (kTakeTurns) ptx::bar_sync(kTurn + warpgroup, 256);
+  }
+  DEVICE void end_turn() const {
+    if constexpr (kTakeTurns) ptx::bar_arrive(kTurn + (warpgroup + 1) % kConsumers, 256);
+  }
+
   // S = Q K^T, and O += P V of the block before: both are issued, and S is there at the end.
   // Addresses are made before the wait, so that no product waits for them.
   DEVICE void multiply(Scores& s) {
     const TileQ q = pipes.q.tile();
     const TileK k = pipes.k.tile();
     const TileV v = pipes.v.tile();
-    // One warpgroup's products run while another weighs.
-    if constexpr (kTakeTurns) ptx::bar_sync(kTurn + warpgroup, 256);
+    take_turn();
     pipes.k.wait_full();
     issue_nt<kHeadDim / 16>(s, q, 64 * warpgroup, k);
     pipes.v.wait_full();
     issue_nn(o, weights, v, !fresh);
     fresh = false;
-    if constexpr (kTakeTurns) ptx::bar_arrive(kTurn + (warpgroup + 1) % kConsumers, 256);
+    end_turn();
     ptx::wgmma_wait_group<1>();
   }
 
-  // The last block of keys, which is the first that a tile takes.
+  // The last block of keys that the warpgroup sees, which is the first that it takes.
   DEVICE void begin() {
+    if constexpr (kPassHidden) pass_hidden();
     Scores s;
     issue_first(s);
     weigh_first(s);
@@ -178,14 +215,15 @@ struct Consumer {
 
   DEVICE void weigh_first(Scores& s) {
     const Job& job = pipes.path.due();
-    const KeyBlock block = job.last(p);
+    const KeyRange& keys = own_keys(job);
+    const KeyBlock block = job.block(p, keys.last - 1);
     ScoreInputs<Scores, kMask> inputs;
     inputs.load(p, job.tile, block);
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
-    if (job.before(p, block.n).n < job.keys.first) pipes.q.give_back();
+    if (job.before(p, block.n).n < keys.first) pipes.q.give_back();
     inputs.modify(s, p, job.tile, block);
-    if (job.keys.is_cut(block.n)) apply_bounds(s, p, job.tile, block.n * kBlockN);
+    if (keys.is_cut(block.n)) apply_bounds(s, p, job.tile, block.n * kBlockN);
     inputs.hide(s);
     softmax.begin(s);
     weights = narrow(s);
@@ -197,7 +235,7 @@ struct Consumer {
   // left cut. None is blind the second time.
   DEVICE void finish_keys() {
     const Job& job = pipes.path.due();
-    const KeyRange keys = job.keys;
+    const KeyRange keys = own_keys(job);
     const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
     const int blind_first = max_of(keys.first, keys.whole_first);
     KeyBlock block = job.before(p, keys.last - 1);

@@ -98,6 +98,8 @@ def _hopper() -> dict[str, tuple[Case, ...]]:
         ),
         "wide": (case(65, 129, head_dim=96),),
         "causal": (case(450, 257, causal=True),),
+        "hidden": (case(200, 300, head_dim=256, causal=True),),
+        "hidden beside": (case(256, 320, head_dim=128, causal=True),),
         "jumps": (case(200, 400, **jump), case(200, 400, scores="large", scale=0.06)),
         "float16": (
             case(20, 400, **half),

@@ -53,6 +53,20 @@ FA3_FWD_SM90 = (
           _PATH, "sent.wait_empty();", ""),
     Fault("a verdict is given while others read",          RACE,       "jumps",        # silent
           _PATH, "ptx::bar_warp_sync(); // all lanes have read the slot", ""),
+    # blocks that others of the tile see
+    Fault("the turn for a hidden block is not passed on",  DEADLOCK,   "hidden",
+          _FILE, "take_turn(); end_turn(); pipes.k.wait_full();", "pipes.k.wait_full();"),
+    Fault("a hidden block of K is not given back",         DEADLOCK,   "hidden",
+          _FILE, "// all lanes have seen them pipes.k.give_back();", "++pipes.k.turn;"),
+    Fault("a hidden block of V is not given back",         DEADLOCK,   "hidden",
+          _FILE, "// all lanes have seen them pipes.k.give_back(); pipes.v.give_back();",
+          "pipes.k.give_back(); ++pipes.v.turn;"),
+    Fault("a hidden block is given back before it comes",  RACE,       "hidden",
+          _FILE, "end_turn(); pipes.k.wait_full(); pipes.v.wait_full();", "end_turn();"),
+    Fault("blocks are hidden that lower rows see",         WRONG,      "hidden",
+          _FILE, "64 * warpgroup, 64)", "64 * warpgroup, 1)"),
+    Fault("hidden blocks do not keep tiles apart",         DEADLOCK,   "hidden beside",
+          _FILE, "hidden_blocks(pipes.path.latest()) > 0", "false"),
     # the second time
     Fault("what is lost is stored",                        WRONG,      "jumps",
           _FILE, "!again && softmax.is_lost(o, p, job.tile)", "false"),

@@ -22,9 +22,8 @@ struct Job {
     return kind == JobKind::kTile || kind == JobKind::kAgain;
   }
 
-  // The block of keys that a tile begins with; and the one after block n, which lies before it.
-  DEVICE KeyBlock last(const Params& p) const {
-    const int n = keys.last - 1;
+  // Block n of keys; and the one that is taken after it, which lies before it.
+  DEVICE KeyBlock block(const Params& p, int n) const {
     return {n, kMask ? MaskTiles(p, tile)[n] : kWhole};
   }
   DEVICE KeyBlock before(const Params& p, int n) const {
@@ -32,6 +31,21 @@ struct Job {
     else return {n - 1, kWhole};
   }
 };
+
+// Of a tile's key blocks those for its rows top .. top + rows - 1: from the last that they see down
+// to the tile's first. One at least, so that rows that see no key go the way of all.
+DEVICE KeyRange cut_right(const Params& p, const KeyRange& of_tile, int top, int rows) {
+  KeyRange keys = of_tile;
+  if constexpr (kRight) {
+    const int bottom = min_of(top + rows, p.seqlen_q) - 1;
+    keys.last = ceil_div(max_of(0, row_end(p, bottom)), kBlockN);
+    // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
+    // on the right: the block with its last key does not count as whole.
+    keys.whole_last = max_of(0, row_end(p, min_of(top, bottom)) - 1) / kBlockN;
+  }
+  keys.last = max_of(keys.last, keys.first + 1);
+  return keys;
+}
 
 // Slots of shared memory, in turn, each with a job and, for each of kWarps warps, whether it has
 // given up on it. If any has, the producer sends the same tile once more when the slot is next. So
@@ -90,6 +104,9 @@ template <int kWarps> struct TilePath {
     return JobKind(kind);
   }
 
+  // The job of the last `next`.
+  DEVICE const Job& latest() const { return slots[(sent.turn - 1) % kSlots].job; }
+
   // The earliest job that is not given back; whether this warp gave up on it the first time, if it
   // is a kAgain; and its end.
   DEVICE const Job& due() const { return slots[done.stage()].job; }
@@ -105,14 +122,9 @@ template <int kWarps> struct TilePath {
 
  private:
   DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
-    KeyRange keys = visible_keys(p, tile);
-    if constexpr (kMask) keys.last = MaskTiles(p, tile).last(keys.last - 1).n + 1;
-    // One block at least, so that a tile that sees no key goes the way of all.
-    keys.last = max_of(keys.last, keys.first + 1);
-    // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
-    // on the right: the block with its last key does not count as whole.
-    if constexpr (kRight)
-      keys.whole_last = min_of(keys.whole_last, max_of(0, row_end(p, tile.row0) - 1) / kBlockN);
+    KeyRange keys = cut_right(p, visible_keys(p, tile), tile.row0, kBlockM);
+    if constexpr (kMask)
+      keys.last = max_of(keys.first, MaskTiles(p, tile).last(keys.last - 1).n) + 1;
     return keys;
   }
 
