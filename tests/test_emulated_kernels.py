@@ -69,8 +69,8 @@ def sampled_units() -> Iterator[KernelKey]:
     for i, ((kernel, scores, size, tile), fitting) in enumerate(members.items()):
         fitting.sort(key=lambda member: member[2] + member[3])  # small ones run fastest
         dtypes = sorted({member[1] for member in fitting})
-        modified = scores == Scores.MODIFIED
-        shared = not modified and (kernel, Scores.MODIFIED, size, tile) in members
+        modified = scores == Scores.MIXED
+        shared = not modified and (kernel, Scores.MIXED, size, tile) in members
         for j in range(1 if shared else UNITS):
             of_dtype = [m for m in fitting if m[1] == dtypes[(i + j) % len(dtypes)]]
             arch, dtype, d, dv, causal = of_dtype[j % len(of_dtype)]

@@ -19,14 +19,24 @@ from cufa.gpu.registry import KERNELS
 
 ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
-PLAIN: dict[str, list[Any]] = {name: [False, True] for name in ("right", "sink", "lse", "aligned")}
-MODIFIED: dict[str, list[Any]] = {
-    "left": [False, True],
-    **PLAIN,
-    "mask": [False, True],
-    "bias": [None, "float16", "bfloat16", "float32", "float64"],
-    "alibi": [False, True],
-    "softcap": [False, True],
+_BOTH = [False, True]
+_ENDS: dict[str, list[Any]] = {name: _BOTH for name in ("right", "sink", "lse", "aligned")}
+_ANY_BOUNDS = {"left": _BOTH, **_ENDS}
+_DTYPES = ["float16", "bfloat16", "float32", "float64"]
+#: What calls of a kind may have.
+FEATURES: dict[Scores, dict[str, list[Any]]] = {
+    Scores.OPEN: {"left": [False], **_ENDS},
+    Scores.PLAIN: {"left": [True], **_ENDS},
+    Scores.MASKED: {**_ANY_BOUNDS, "mask": [True]},
+    Scores.MODIFIED: {**_ANY_BOUNDS, "alibi": _BOTH, "softcap": _BOTH},
+    Scores.BIASED: {**_ANY_BOUNDS, "bias": _DTYPES[:3]},
+    Scores.MIXED: {
+        **_ANY_BOUNDS,
+        "mask": _BOTH,
+        "bias": [None, *_DTYPES],
+        "alibi": _BOTH,
+        "softcap": _BOTH,
+    },
 }
 #: Kernels that take aligned arrays only.
 ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
@@ -43,18 +53,17 @@ STEPS = {
 @cache
 def feature_sets(scores: Scores) -> list[dict[str, Any]]:
     """Every pair of values of two features occurs in one of these."""
-    plain = scores != Scores.MODIFIED
-    features = {**PLAIN, "left": [False, True]} if scores == Scores.MASKED else PLAIN
-    features = features if plain else MODIFIED
+    features = {"mask": [False], "bias": [None], "alibi": [False], "softcap": [False]}
+    features |= FEATURES[scores]
+    varied = {name: values for name, values in features.items() if len(values) > 1}
+    fixed = {name: values[0] for name, values in features.items() if len(values) == 1}
     sets = [
-        dict(zip(features, values, strict=True)) for values in AllPairs(list(features.values()))
+        {**fixed, **dict(zip(varied, values, strict=True))}
+        for values in AllPairs(list(varied.values()))
     ]
-    others = {"left": scores == Scores.PLAIN, "mask": scores == Scores.MASKED, "bias": None}
-    others |= {"alibi": False, "softcap": False}
     for chosen in sets:
-        chosen.update({name: chosen.get(name, value) for name, value in others.items()})
         modified = chosen["bias"] or chosen["alibi"] or chosen["softcap"]
-        chosen["fold_scale"] = plain or (chosen["mask"] and not modified)
+        chosen["fold_scale"] = not modified and (scores < Scores.MODIFIED or chosen["mask"])
     return sets
 
 
@@ -75,9 +84,9 @@ def places(arch: int) -> dict[Place, list[Member]]:
         facts = product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))
         for dtype, d, dv, seqlen, scores, causal in facts:
             tile = find_config(spec.name, dtype, d, dv, seqlen, scores, causal, device)
-            modified = find_config(spec.name, dtype, d, dv, seqlen, Scores.MODIFIED, causal, device)
-            if scores == Scores.MASKED and tile == modified:
-                continue  # masks are among what that is sampled with
+            mixed = find_config(spec.name, dtype, d, dv, seqlen, Scores.MIXED, causal, device)
+            if Scores.PLAIN < scores < Scores.MIXED and tile == mixed:
+                continue  # what it has is among what that is sampled with
             found[spec.name, scores, tile][dtype, d, dv, causal] = None
     return {place: list(members) for place, members in found.items()}
 

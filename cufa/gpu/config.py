@@ -34,14 +34,23 @@ class Scores(IntEnum):
     OPEN = 0
     #: Bounded on the left too: a window.
     PLAIN = 1
-    #: A mask too.
+    #: A mask.
     MASKED = 2
-    #: Anything: bias, ALiBi, softcap, a scale that is not positive.
+    #: ALiBi, softcap, a scale that is not positive.
     MODIFIED = 3
+    #: A bias of at most 32 bits.
+    BIASED = 4
+    #: Several of the last three, or a bias of float64.
+    MIXED = 5
 
 
-def kind_of_scores(*, modified: bool, mask: bool, window: bool) -> Scores:
-    """By what a call has; a window counts if it bounds the keys on the left."""
+def kind_of_scores(*, window: bool, mask: bool, modified: bool, bias: str | None) -> Scores:
+    """By what a call has: a window counts if it bounds the keys on the left, `modified` is ALiBi,
+    softcap or a scale that is not positive, and `bias` a dtype."""
+    if bias == "float64" or mask + modified + (bias is not None) > 1:
+        return Scores.MIXED
+    if bias is not None:
+        return Scores.BIASED
     if modified:
         return Scores.MODIFIED
     if mask:
@@ -67,18 +76,19 @@ _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
 ANY = 1 << 62
-_OPEN, _PLAIN, _MASKED, _MODIFIED = Scores
+_OPEN, _PLAIN, _MASKED, _MODIFIED, _BIASED, _MIXED = Scores
 
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
     _Row("fa3_fwd_sm90", 2,  90, _OPEN,     True,  64, False, 2048, Config(64,  64, 256, 2, 3)),
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MASKED,   None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MASKED,   None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MASKED,   None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128,  64, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 256, False, ANY, Config(128,  32, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 128, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MIXED,    None, 128, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _MIXED,    None, 256, False, ANY, Config(128,  32, 384, 2, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True, 128, True,  ANY, Config( 64,  64, 128, 1, 3)),
     _Row("fa2_fwd",      2,  90, _OPEN,     None,  64, True,  ANY, Config(128, 128, 128, 1, 1)),
@@ -87,33 +97,33 @@ _TABLE = (
     _Row("fa2_fwd",      2,  90, _OPEN,     True, 256, True, 2048, Config( 64,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2,  90, _OPEN,     None, 256, True,  ANY, Config(128, 128, 256, 1, 1)),
     _Row("fa2_fwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config(128,  64, 128, 1, 1)),
-    _Row("fa2_fwd",      2,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
+    _Row("fa2_fwd",      2,  80, _MIXED,    None, 128, False, ANY, Config( 64,  64, 128, 1, 1)),
     _Row("fa2_fwd",      2,  80, _PLAIN,    None, 256, False, ANY, Config( 64,  64, 128, 1, 1)),
-    _Row("fa2_fwd",      2,  80, _MODIFIED, None, 256, False, ANY, Config( 64,  32, 128, 1, 1)),
-    _Row("fa2_fwd",      4,  80, _MODIFIED, None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
-    _Row("fa2_fwd",      4,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 128, 1, 2)),
-    _Row("fa2_fwd",      8,  80, _MODIFIED, None,  64, False, ANY, Config(128,  64, 256, 1, 1)),
+    _Row("fa2_fwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 64,  32, 128, 1, 1)),
+    _Row("fa2_fwd",      4,  80, _MIXED,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
+    _Row("fa2_fwd",      4,  80, _MIXED,    None, 128, False, ANY, Config( 64,  32, 128, 1, 2)),
+    _Row("fa2_fwd",      8,  80, _MIXED,    None,  64, False, ANY, Config(128,  64, 256, 1, 1)),
     _Row("fa2_fwd",      8,  80, _PLAIN,    None, 128, False, ANY, Config(128,  32, 256, 1, 1)),
-    _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config(128,  16, 256, 1, 1)),
-    _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 128, 1, 1)),
-    _Row("fa2_fwd",      8,  80, _MODIFIED, None, 128, False, ANY, Config( 32,  32,  64, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MIXED,    None, 128, False, ANY, Config(128,  16, 256, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MIXED,    None, 128, False, ANY, Config( 64,  32, 128, 1, 1)),
+    _Row("fa2_fwd",      8,  80, _MIXED,    None, 128, False, ANY, Config( 32,  32,  64, 1, 1)),
     _Row("fa2_fwd_simt", 4,  70, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 1, 2)),
-    _Row("fa2_fwd_simt", 4,  70, _MODIFIED, None, 128, False, ANY, Config( 64,  64, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 4,  70, _MODIFIED, None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 4,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
-    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 64,  32, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
-    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  32, 128, 1, 1)),
-    _Row("fa2_fwd_simt", 8,  70, _MODIFIED, None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
-    _Row("fa1_fwd",      2, 100, _MODIFIED, None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("fa2_fwd_simt", 4,  70, _MIXED,    None, 128, False, ANY, Config( 64,  64, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 4,  70, _MIXED,    None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 4,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 64,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MIXED,    None, 256, False, ANY, Config( 16,  32, 128, 1, 1)),
+    _Row("fa2_fwd_simt", 8,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+    _Row("fa1_fwd",      2, 100, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
     _Row("fa1_fwd",      2,  90, _PLAIN,    None,  64, False, ANY, Config( 32, 256, 128, 1, 2)),
     _Row("fa1_fwd",      2,  90, _PLAIN,    None, 128, False, ANY, Config( 32, 128, 128, 1, 2)),
-    _Row("fa1_fwd",      2,  80, _MODIFIED, None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
-    _Row("fa1_fwd_simt", 4,  70, _MODIFIED, None, 128, False, ANY, Config( 32,  64, 256, 1, 1)),
-    _Row("fa1_fwd_simt", 4,  70, _MODIFIED, None, 128, False, ANY, Config( 16,  64, 128, 1, 1)),
-    _Row("fa1_fwd_simt", 4,  70, _MODIFIED, None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
-    _Row("fa1_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 16,  32, 128, 1, 1)),
-    _Row("fa1_fwd_simt", 8,  70, _MODIFIED, None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("fa1_fwd",      2,  80, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("fa1_fwd_simt", 4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  64, 256, 1, 1)),
+    _Row("fa1_fwd_simt", 4,  70, _MIXED,    None, 128, False, ANY, Config( 16,  64, 128, 1, 1)),
+    _Row("fa1_fwd_simt", 4,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  32, 128, 1, 1)),
+    _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
 # fmt: on
 
@@ -176,7 +186,7 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
     if kernel == "fa3_fwd_sm90":
-        d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 512
+        d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 768
         q, keys = size * m * d, size * config.stages * n * (d + dv)
         # Q of the next tile too, if there is room, and unless three warpgroups compute, which have
         # no registers for two tiles at once.
@@ -221,6 +231,7 @@ def get_best_config(
     plain: bool = True,
     window: bool = False,
     mask: bool = False,
+    bias: str | None = None,
     kernel: str | None = None,
     arch: int = 90,
 ) -> Config:
@@ -235,11 +246,13 @@ def get_best_config(
     causal : bool, default False
         True: causal, or a window that bounds the keys on the right.
     plain : bool, default True
-        False: the call has a bias, ALiBi slopes, a softcap or a scale that is not positive.
+        False: the call has ALiBi slopes, a softcap or a scale that is not positive.
     window : bool, default False
         True: the call has a window that bounds the keys on the left.
     mask : bool, default False
         True: the call has a mask.
+    bias : {"float16", "bfloat16", "float32", "float64"}, default None
+        The dtype of the call's bias, if it has one.
     kernel : str, default the one that "auto" takes for aligned arrays
         "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
     arch : int, default 90
@@ -267,7 +280,8 @@ def get_best_config(
     causal = plain_choice("causal", causal, (False, True))
     window = plain_choice("window", window, (False, True))
     mask = plain_choice("mask", mask, (False, True))
-    scores = kind_of_scores(modified=not plain, mask=mask, window=window)
+    bias = None if bias is None else plain_dtype("bias", bias)
+    scores = kind_of_scores(window=window, mask=mask, modified=not plain, bias=bias)
     if kernel is not None:
         kernel = plain_choice("kernel", kernel, KERNEL_NAMES)
     spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel)

@@ -131,7 +131,7 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
 
 def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
     """The same, of a kernel that can serve it."""
-    fold_scale = _can_fold_scale(problem)
+    fold_scale = _only_scales(problem) and problem.bias is None
     config = find_config(
         spec.name,
         problem.dtype,
@@ -139,9 +139,10 @@ def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
         problem.head_dim_v,
         problem.seqlen_q,
         kind_of_scores(
-            modified=not fold_scale,
-            mask=problem.mask is not None,
             window=problem.band.left is not None,
+            mask=problem.mask is not None,
+            modified=not _only_scales(problem),
+            bias=problem.bias.dtype if problem.bias else None,
         ),
         problem.band.right is not None,
         device,
@@ -189,9 +190,10 @@ def _mask_tiles_key(key: KernelKey) -> KernelKey:
     )
 
 
-def _can_fold_scale(problem: Problem) -> bool:
-    """Whether scores may stay raw up to the exponent: only a positive factor touches them."""
-    modified = problem.softcap or problem.alibi_slopes or problem.bias
+def _only_scales(problem: Problem) -> bool:
+    """Whether only a positive factor touches scores before the bias: then, where there is none,
+    they may stay raw up to the exponent."""
+    modified = problem.softcap or problem.alibi_slopes
     return not modified and 1e-30 < problem.scale < 1e30
 
 

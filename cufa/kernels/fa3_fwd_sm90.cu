@@ -28,7 +28,7 @@ using Weights = OperandFragment<1, kBlockN / 16>;
 using Output = MmaFragment<1, kHeadDimV / 8>;
 
 constexpr int kConsumers = kThreads / 128 - 1;
-constexpr int kControlBytes = 512;
+constexpr int kControlBytes = 768;
 constexpr int kKeyBytes = kStages * (TileK::kBytes + TileV::kBytes);
 // With two, the first product of a tile runs beside the last of the tile before.
 constexpr int kQBuffers = (kSmemBytes - kControlBytes - kKeyBytes) / TileQ::kBytes;
@@ -106,7 +106,7 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     if (!Job::is_tile(kind)) return load_owed();
     const Tile tile = job.tile;
     const KeyRange keys = job.keys;
-    for (int n = keys.last - 1; n >= keys.first; n = job.before(p, n).n) {
+    for (int n = keys.last - 1; n >= keys.first; n = job.before(n).n) {
       pipes.k.load(p.k_map, n * kBlockN, tile.kv_head, tile.batch);
       load_owed();
       if (n == keys.last - 1) pipes.q.load(p.q_map, tile.row0, tile.head, tile.batch);
@@ -216,12 +216,12 @@ struct Consumer {
   DEVICE void weigh_first(Scores& s) {
     const Job& job = pipes.path.due();
     const KeyRange& keys = own_keys(job);
-    const KeyBlock block = job.block(p, keys.last - 1);
+    const KeyBlock block = job.block(keys.last - 1);
     ScoreInputs<Scores, kMask> inputs;
-    inputs.load(p, job.tile, block);
+    inputs.load(p, job.tile, job.mask, block);
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
-    if (job.before(p, block.n).n < keys.first) pipes.q.give_back();
+    if (job.before(block.n).n < keys.first) pipes.q.give_back();
     inputs.modify(s, p, job.tile, block);
     if (keys.is_cut(block.n)) apply_bounds(s, p, job.tile, block.n * kBlockN);
     inputs.hide(s);
@@ -238,7 +238,7 @@ struct Consumer {
     const KeyRange keys = own_keys(job);
     const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
     const int blind_first = max_of(keys.first, keys.whole_first);
-    KeyBlock block = job.before(p, keys.last - 1);
+    KeyBlock block = job.before(keys.last - 1);
     do {
       while (block.n >= keys.first &&
              ((kLeft && block.n < blind_first) || block.n >= blind_last || !has_begun()))
@@ -257,9 +257,9 @@ struct Consumer {
   // A block is weighed while O += P V of the one before is under way; returns the next one.
   template <bool kIsBlind, bool kMasks>
   DEVICE KeyBlock step(const Job& job, KeyBlock block, int first) {
-    const KeyBlock next = job.before(p, block.n);
+    const KeyBlock next = job.before(block.n);
     ScoreInputs<Scores, kMasks> inputs;
-    inputs.load(p, job.tile, block);
+    inputs.load(p, job.tile, job.mask, block);
     Scores s;
     multiply(s);
     if (next.n < first) pipes.q.give_back();

@@ -52,7 +52,7 @@ struct Survey {
         const u32 odd = (second ? votes[3] : votes[1]) >> upper;
         if (lane() / 4 == i) bits = (even & kEven) | (odd & kEven) << 1;
       }
-      to.bits_of(n, row0 + lane() / 4) = bits;
+      to.bits(p, n, row0 + lane() / 4) = bits;
     }
     if (!ptx::vote_any(any)) return kHidden;
     return ptx::vote_any(missing) ? kCut : kWhole;

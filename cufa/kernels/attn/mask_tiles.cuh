@@ -26,27 +26,29 @@ struct MaskTiles {
   static_assert(!kMask || kColumns <= 32);
 
   u64* words;
-  u32* bits;
+
+  MaskTiles() = default;
+  DEVICE MaskTiles(const Params& p, const Tile& tile)
+      : words(static_cast<u64*>(p.workspace) + tile.batch * p.mask_tiles_stride.batch +
+              tile.head * p.mask_tiles_stride.head +
+              tile.row0 / kBlockM * p.mask_tiles_stride.row) {}
 
   DEVICE static int block_count(const Params& p) {
     return ceil_div(ceil_div(p.seqlen_k, kBlockN), kPerWord) * kPerWord;
   }
 
-  DEVICE MaskTiles(const Params& p, const Tile& tile)
-      : words(static_cast<u64*>(p.workspace) + tile.batch * p.mask_tiles_stride.batch +
-              tile.head * p.mask_tiles_stride.head +
-              tile.row0 / kBlockM * p.mask_tiles_stride.row),
-        bits(reinterpret_cast<u32*>(words + block_count(p) / kPerWord)) {}
-
   DEVICE MaskTile& operator[](int n) const { return reinterpret_cast<MaskTile*>(words)[n]; }
 
   // Of row `row` of the tile, and this lane of a quad.
-  DEVICE u32& bits_of(int n, int row) const {
-    return bits[i64(n) * kBlockBits + 4 * row + lane() % 4];
+  DEVICE u32& bits(const Params& p, int n, int row) const {
+    u32* all = reinterpret_cast<u32*>(words + block_count(p) / kPerWord);
+    return all[i64(n) * kBlockBits + 4 * row + lane() % 4];
   }
 
   // The last block up to n that is not hidden; of number -1 if all are.
   DEVICE KeyBlock last(int n) const {
+    // Most often it is n, which takes few instructions to see.
+    if (n >= 0 && (*this)[n] != kHidden) return {n, (*this)[n]};
     while (n >= 0) {
       const int above = kPerWord - 1 - n % kPerWord;  // blocks of the word that come after n
       const u64 found = words[n / kPerWord] << 8 * above;

@@ -55,13 +55,12 @@ template <class Fragment, bool kMasks> struct ScoreInputs {
   BiasTile<Fragment> bias;
   u32 mask[Fragment::kRows];  // bit c for column c: whether the key is visible
 
-  DEVICE void load(const Params& p, const Tile& tile, KeyBlock block) {
+  DEVICE void load(const Params& p, const Tile& tile, const MaskTiles& masks, KeyBlock block) {
     if constexpr (kLoadsBias) bias.load(p, tile, block.n * kBlockN);
     if constexpr (kMasks) {
-      const MaskTiles tiles(p, tile);
 #pragma unroll
       for (int r = 0; r < Fragment::kRows; ++r)
-        mask[r] = block.mask == kHidden ? 0 : tiles.bits_of(block.n, Fragment::row(r));
+        mask[r] = block.mask == kHidden ? 0 : masks.bits(p, block.n, Fragment::row(r));
     }
   }
 

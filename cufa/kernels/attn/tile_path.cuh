@@ -17,17 +17,16 @@ struct Job {
   JobKind kind;
   Tile tile;      // of kTile and kAgain alone,
   KeyRange keys;  // as are these
+  MaskTiles mask;
 
   DEVICE static bool is_tile(JobKind kind) {
     return kind == JobKind::kTile || kind == JobKind::kAgain;
   }
 
   // Block n of keys; and the one that is taken after it, which lies before it.
-  DEVICE KeyBlock block(const Params& p, int n) const {
-    return {n, kMask ? MaskTiles(p, tile)[n] : kWhole};
-  }
-  DEVICE KeyBlock before(const Params& p, int n) const {
-    if constexpr (kMask) return MaskTiles(p, tile).last(n - 1);
+  DEVICE KeyBlock block(int n) const { return {n, kMask ? mask[n] : kWhole}; }
+  DEVICE KeyBlock before(int n) const {
+    if constexpr (kMask) return mask.last(n - 1);
     else return {n - 1, kWhole};
   }
 };
@@ -85,7 +84,8 @@ template <int kWarps> struct TilePath {
       } else if (next < p.tile_count) {
         kind = JobKind::kTile;
         slot.job.tile = Tile::in_turn(p, next);
-        slot.job.keys = key_blocks(p, slot.job.tile);
+        if constexpr (kMask) slot.job.mask = MaskTiles(p, slot.job.tile);
+        slot.job.keys = key_blocks(p, slot.job.tile, slot.job.mask);
         next = ptx::nctaid_x() + ptx::atom_inc(p.tickets, p.tile_count - 1);
       }
       slot.job.kind = kind;
@@ -121,10 +121,10 @@ template <int kWarps> struct TilePath {
   }
 
  private:
-  DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile) {
+  DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile, const MaskTiles& mask) {
     KeyRange keys = cut_right(p, visible_keys(p, tile), tile.row0, kBlockM);
     if constexpr (kMask)
-      keys.last = max_of(keys.first, MaskTiles(p, tile).last(keys.last - 1).n) + 1;
+      keys.last = max_of(keys.first, mask.last(keys.last - 1).n) + 1;
     return keys;
   }
 
