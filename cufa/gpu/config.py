@@ -85,6 +85,7 @@ _TABLE = (
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None,  64, False, ANY, Config(128, 128, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 128, False, ANY, Config(128,  96, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MIXED,    None, 128, False, ANY, Config(128,  64, 384, 2, 1)),

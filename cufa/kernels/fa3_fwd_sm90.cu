@@ -221,7 +221,7 @@ struct Consumer {
     inputs.load(p, job.tile, job.mask, block);
     ptx::wgmma_wait_group<0>();
     pipes.k.give_back();
-    if (job.before(block.n).n < keys.first) pipes.q.give_back();
+    if (before(job, block.n).n < keys.first) pipes.q.give_back();
     inputs.modify(s, p, job.tile, block);
     if (keys.is_cut(block.n)) apply_bounds(s, p, job.tile, block.n * kBlockN);
     inputs.hide(s);
@@ -238,7 +238,7 @@ struct Consumer {
     const KeyRange keys = own_keys(job);
     const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
     const int blind_first = max_of(keys.first, keys.whole_first);
-    KeyBlock block = job.before(keys.last - 1);
+    KeyBlock block = before(job, keys.last - 1);
     do {
       while (block.n >= keys.first &&
              ((kLeft && block.n < blind_first) || block.n >= blind_last || !has_begun()))
@@ -251,13 +251,25 @@ struct Consumer {
 
   // Whether all rows of the warpgroup have an m, by which blocks can be weighed blind.
   DEVICE bool has_begun() const {
-    return !kHides || !ptx::bar_red_or(!softmax.has_begun(), kBegun + warpgroup, 128);
+    if constexpr (!kHides) return true;
+    return !uniform(ptx::bar_red_or(!softmax.has_begun(), kBegun + warpgroup, 128));
   }
+
+  // The block that a job takes after block n.
+  DEVICE static KeyBlock before(const Job& job, int n) {
+    const KeyBlock block = job.before(n);
+    if constexpr (!kMask) return block;
+    return {uniform(block.n), MaskTile(uniform(block.mask))};
+  }
+
+  // What is the same in all lanes, though the compiler cannot know: it would prepare every step for
+  // lanes that part.
+  DEVICE static int uniform(int x) { return ptx::shfl_idx(x, 0); }
 
   // A block is weighed while O += P V of the one before is under way; returns the next one.
   template <bool kIsBlind, bool kMasks>
   DEVICE KeyBlock step(const Job& job, KeyBlock block, int first) {
-    const KeyBlock next = job.before(block.n);
+    const KeyBlock next = before(job, block.n);
     ScoreInputs<Scores, kMasks> inputs;
     inputs.load(p, job.tile, job.mask, block);
     Scores s;
