@@ -3,9 +3,13 @@
 #pragma once
 #include "attn/block_softmax.cuh"
 
-// Up to this sum, of one lane's weights of a row in one block, m stays where float16 is: none of
-// them is above it then, and the largest float16 is 65504.
-constexpr f32 kMostFloat16Sum = 32768.f;
+// Whether blind blocks move m up too. Weights of float16 must not leave its range; and ALiBi, as a
+// bias may, makes scores grow from block to block, further than even float32 reaches.
+constexpr bool kFollowsWeights = kDType == kFloat16 || kAlibi || kBias != kNone;
+
+// Up to this sum, of one lane's weights of a row in one block, m stays then. None of the weights is
+// above it, and the largest float16 is 65504.
+constexpr f32 kMostBlindSum = kDType == kFloat16 ? 32768.f : 0x1p60f;
 
 // Above this a lane's part of l counts as lost: the parts of four lanes are to have a finite sum.
 constexpr f32 kMostSum = 0x1p125f;
@@ -14,6 +18,10 @@ constexpr f32 kMostSum = 0x1p125f;
 // with weights up to 2^kSlack (the parts of four lanes are as much as those of 32 such keys): O has
 // to be looked at.
 constexpr f32 kDoubtfulSum = 0x1p11f;
+
+// Whether l may be small again where it was above that: m has moved up since then, with blocks that
+// a bound on the left cuts, or by weights. Those of float16 are never so large that O overflows.
+constexpr bool kMayShrink = kLeft || (kFollowsWeights && kDType == kBFloat16);
 
 // How far, in powers of 2, m moves up at once: what is below 2^-126 counts as 0.
 constexpr f32 kLongestMove = 125.f;
@@ -41,7 +49,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   // `update_apart` without a look at the scores: weights are relative to the m that earlier blocks
   // have left. bfloat16 has float32's range, and they may become as large as that. Where they
   // overflow, or m is of no use (-inf, or beyond kFoldLimit), l is not finite from here on, and
-  // `is_lost` tells. float16 has 16 powers of 2 above 1: where weights leave them, m moves up.
+  // `is_lost` tells. If kFollowsWeights, m moves up where weights are large.
   template <class Scores, class Follow> DEVICE void update_blind(Scores& s, Follow follow) {
     Real base[kRows], sum[kRows];
 #pragma unroll
@@ -59,10 +67,10 @@ struct BlindSoftmax : OnlineSoftmax<2> {
         s.at(r, c + 1) = exp2_of(s.at(r, c + 1) * scale - base[r]);
         sum[r] += s.at(r, c) + s.at(r, c + 1);
       }
-    if constexpr (kDType == kFloat16) {
+    if constexpr (kFollowsWeights) {
       bool large = false;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) large |= !(sum[r] <= kMostFloat16Sum);
+      for (int r = 0; r < kRows; ++r) large |= !(sum[r] <= kMostBlindSum);
       if (ptx::vote_any(large)) move_up_by_weights(s, sum, follow);
     }
 #pragma unroll
@@ -72,7 +80,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   // Whether the row sums of the warp call for a closer look, as few do.
   template <class Output>
   DEVICE bool is_doubtful(const Output& o, const Params& p, const Tile& tile) const {
-    bool doubtful = kLeft;  // later blocks, which are masked, may have made l small again
+    bool doubtful = kMayShrink;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       doubtful |= !(l[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
