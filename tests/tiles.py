@@ -29,7 +29,8 @@ FEATURES: dict[Scores, dict[str, list[Any]]] = {
     Scores.PLAIN: {"left": [True], **_ENDS},
     Scores.MASKED: {**_ANY_BOUNDS, "mask": [True]},
     Scores.MODIFIED: {**_ANY_BOUNDS, "alibi": _BOTH, "softcap": _BOTH},
-    Scores.BIASED: {**_ANY_BOUNDS, "bias": _DTYPES[:3]},
+    Scores.BIASED: {**_ANY_BOUNDS, "bias": ["float16", "bfloat16"]},
+    Scores.BIASED_32: {**_ANY_BOUNDS, "bias": ["float32"]},
     Scores.MIXED: {
         **_ANY_BOUNDS,
         "mask": _BOTH,

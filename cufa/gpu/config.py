@@ -38,10 +38,12 @@ class Scores(IntEnum):
     MASKED = 2
     #: ALiBi, softcap, a scale that is not positive.
     MODIFIED = 3
-    #: A bias of at most 32 bits.
+    #: A bias of 16 bits.
     BIASED = 4
-    #: Several of the last three, or a bias of float64.
-    MIXED = 5
+    #: Of float32.
+    BIASED_32 = 5
+    #: Of float64, or several of a mask, a bias, and what modifies scores.
+    MIXED = 6
 
 
 def kind_of_scores(*, window: bool, mask: bool, modified: bool, bias: str | None) -> Scores:
@@ -50,7 +52,7 @@ def kind_of_scores(*, window: bool, mask: bool, modified: bool, bias: str | None
     if bias == "float64" or mask + modified + (bias is not None) > 1:
         return Scores.MIXED
     if bias is not None:
-        return Scores.BIASED
+        return Scores.BIASED_32 if bias == "float32" else Scores.BIASED
     if modified:
         return Scores.MODIFIED
     if mask:
@@ -76,18 +78,18 @@ _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
 ANY = 1 << 62
-_OPEN, _PLAIN, _MASKED, _MODIFIED, _BIASED, _MIXED = Scores
+_OPEN, _PLAIN, _MASKED, _MODIFIED, _BIASED, _BIASED_32, _MIXED = Scores
 
 # fmt: off
 _TABLE = (
     #    kernel       size arch scores  causal dim square length  block_m  _n thr stages blocks/SM
     _Row("fa3_fwd_sm90", 2,  90, _OPEN,     True,  64, False, 2048, Config(64,  64, 256, 2, 3)),
     _Row("fa3_fwd_sm90", 2,  90, _PLAIN,    None,  64, False, ANY, Config(192, 128, 512, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _MODIFIED, None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None,  64, False, ANY, Config(128, 128, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 128, False, ANY, Config(128,  96, 384, 2, 1)),
-    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 256, False, ANY, Config(128,  64, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 128, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED,   None, 192, False, ANY, Config(128,  96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED_32, None, 64, False, ANY, Config(128, 128, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED_32, None, 128, False, ANY, Config(128, 96, 384, 2, 1)),
+    _Row("fa3_fwd_sm90", 2,  90, _BIASED_32, None, 256, False, ANY, Config(128, 64, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MIXED,    None, 128, False, ANY, Config(128,  64, 384, 2, 1)),
     _Row("fa3_fwd_sm90", 2,  90, _MIXED,    None, 256, False, ANY, Config(128,  32, 384, 2, 1)),
     _Row("fa2_fwd",      2, 100, _OPEN,     True,  64, True,  ANY, Config(128,  64, 128, 1, 1)),

@@ -61,6 +61,10 @@ constexpr bool kPassHidden = kRight && !kMask && kConsumers > 1;
 // Whether all keys of a row may be hidden that lie inside its bounds.
 constexpr bool kHides = kMask || kBias != kNone;
 
+// Whether whole blocks are weighed blind. Beside those that a bound on the left cuts and a mask or a
+// bias too, there are no registers for it.
+constexpr bool kBlind = !kLeft || !kHides;
+
 // Whether blocks that the mask leaves whole have code of their own. A bias takes longer than a mask.
 constexpr bool kTellsCut = kMask && kBias == kNone;
 
@@ -239,14 +243,15 @@ struct Consumer {
     const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
     const int blind_first = max_of(keys.first, keys.whole_first);
     KeyBlock block = before(job, keys.last - 1);
-    do {
-      while (block.n >= keys.first &&
-             ((kLeft && block.n < blind_first) || block.n >= blind_last || !has_begun()))
-        block = step<false, kMask>(job, block, keys.first);
+    while (block.n >= keys.first && (!kBlind || block.n >= blind_last || !has_begun()))
+      block = step<false, kMask>(job, block, keys.first);
+    if constexpr (kBlind) {
       while (block.n >= blind_first)
         block = !kTellsCut || block.mask == kCut ? step<true, kMask>(job, block, keys.first)
                                                  : step<true, false>(job, block, keys.first);
-    } while (kLeft && block.n >= keys.first);
+      if constexpr (kLeft)
+        while (block.n >= keys.first) block = step<false, kMask>(job, block, keys.first);
+    }
   }
 
   // Whether all rows of the warpgroup have an m, by which blocks can be weighed blind.
@@ -330,7 +335,7 @@ struct Consumer {
     pipes.v.give_back();
     const bool again = job.kind == JobKind::kAgain;
     bool give_up = false;
-    if (softmax.is_doubtful(o, p, job.tile)) {
+    if (kBlind && softmax.is_doubtful(o, p, job.tile)) {
       give_up = !again && softmax.is_lost(o, p, job.tile);
       softmax.move_to_top(o);
       softmax.end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
