@@ -37,8 +37,9 @@ class Explanation:
     device : str
         The card, or the architecture that was asked about; "the CPU".
     kernel : str or None
-        A kernel of the GPU, "cpu" for the NumPy backend, or "standard". None: nothing runs, since
-        the result is empty, or there is a refusal for every kernel.
+        A kernel of the GPU, "cpu" for the NumPy backend, or "standard". One that only looks at the
+        mask beforehand is not named. None: nothing runs, since the result is empty, or there is a
+        refusal for every kernel.
     algorithm : str or None
         The kernel's.
     config : Config or None

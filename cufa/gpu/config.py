@@ -28,7 +28,10 @@ class Config(NamedTuple):
 
 
 class Scores(IntEnum):
-    """What happens to scores, from what takes least registers to what takes most."""
+    """What happens to scores, from what takes least registers to what takes most.
+
+    Whatever bounds there are, but for `OPEN` and `PLAIN`.
+    """
 
     #: Only scaled, by a positive number, and bounded at most on the right: causal.
     OPEN = 0
@@ -47,8 +50,11 @@ class Scores(IntEnum):
 
 
 def kind_of_scores(*, window: bool, mask: bool, modified: bool, bias: str | None) -> Scores:
-    """By what a call has: a window counts if it bounds the keys on the left, `modified` is ALiBi,
-    softcap or a scale that is not positive, and `bias` a dtype."""
+    """The kind of a call's scores.
+
+    `window` is one that bounds the keys on the left, `modified` ALiBi, softcap or a scale that is
+    not positive, and `bias` the dtype of one.
+    """
     if bias == "float64" or mask + modified + (bias is not None) > 1:
         return Scores.MIXED
     if bias is not None:
@@ -256,7 +262,7 @@ def get_best_config(
         True: the call has a mask.
     bias : {"float16", "bfloat16", "float32", "float64"}, default None
         The dtype of the call's bias, if it has one.
-    kernel : str, default the one that "auto" takes for aligned arrays
+    kernel : str, default the one that "auto" takes for aligned arrays, and masks that vary by key
         "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
     arch : int, default 90
         Compute capability times 10.

@@ -65,7 +65,7 @@ def make_params(
 
     `tiles` is the number of query tiles of one head, or of ranges of them, and `section` the number
     of query heads that are worked on together (`plan.section`). `mask_tiles_stride` counts words
-    of eight blocks, by batch, head and query tile.
+    of eight bytes, by batch, head and query tile.
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):

@@ -168,7 +168,7 @@ def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
 
 
 def _mask_tiles_key(key: KernelKey) -> KernelKey:
-    """Of the kernel that looks at masks for another; one for all dtypes and head dims."""
+    """Of the kernel that looks at masks for another's tile; one for all dtypes and head dims."""
     tile = key.config._replace(threads=_MASK_THREADS, stages=1, blocks_per_sm=_MASK_BLOCKS_PER_SM)
     return KernelKey(
         kernel=MASK_TILES,
@@ -203,7 +203,7 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     Raises
     ------
     UnsupportedError
-        No kernel serves it, or it has more than 2**31 - 1 query tiles.
+        No kernel serves it, or a launch would have more than 2**31 - 1 blocks.
     """
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Plan(())
@@ -238,7 +238,8 @@ def make_plan(problem: Problem, device: Device) -> Plan:
 
 class _MaskTiles(NamedTuple):
     """The memory of attn/mask_tiles.cuh, in words of 8 bytes: strides by batch, head and query
-    tile, 0 along what the mask is repeated along. `blocks` are those of keys, of all tiles."""
+    tile, 0 along what the mask is repeated along. `blocks` are those of keys, of all tiles that the
+    mask tells apart."""
 
     strides: tuple[int, int, int] = (0, 0, 0)
     words: int = 0

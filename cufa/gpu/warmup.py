@@ -56,7 +56,8 @@ def warmup(
     Returns
     -------
     int
-        Number of distinct kernels, now all in the cache.
+        Number of distinct kernels, now all in the cache. For masks on Hopper the one that looks at
+        the mask first is among them.
 
     Raises
     ------
