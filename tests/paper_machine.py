@@ -31,6 +31,9 @@ class PaperMachine:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return np.empty(shape, dtype)
 
+    def workspace(self, size: int, dtype: Any) -> Any:
+        return self.empty((size,), dtype)
+
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         self.copies.append(a)
         made = np.empty(a.nbytes + 8 * a.size + 16, np.uint8)  # at a multiple of 16, as on a card

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -76,6 +77,30 @@ def test_a_call_can_be_captured_into_a_graph(cupy, qkv, mode):
         graph.launch(stream)
         stream.synchronize()
     np.testing.assert_array_equal(out.get(), cufa.attention(q, k, v, causal=True).get())
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "fa1"])
+def test_a_graph_keeps_the_memory_that_a_call_needs_beside_its_arrays(cupy, qkv, algorithm):
+    """Of looked-at masks on Hopper, and what FlashAttention-1 keeps from key block to key block."""
+    q, k, v = qkv
+    n = q.shape[-2]
+    mask = cupy.random.random((n, n)) < 0.5
+    out = cupy.empty_like(q)
+    call = partial(cufa.attention, q, k, v, mask=mask, algorithm=algorithm, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        want = call().copy()
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        taken = [
+            cupy.full(size, 255, "uint8") for size in (1 << n for n in range(9, 24)) for _ in "ab"
+        ]
+        out.fill(cupy.nan)
+        graph.launch(stream)
+        assert bool((out == want).all())
+        assert all(bool((a == 255).all()) for a in taken)
 
 
 def test_a_graph_of_several_calls_may_be_launched_again_and_again(cupy, qkv):

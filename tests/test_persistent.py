@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -146,6 +148,16 @@ def test_more_launches_in_graphs_than_a_page_has_get_another(gpu: Any):
         gpu.capturing = True
         captured = [gpu.cards.CARDS.tickets() for _ in range(gpu.cards._PAGE + 1)]
     assert len({a.ctypes.data for a in captured}) == len(captured)
+
+
+def test_a_graph_keeps_the_workspace_of_its_launches(gpu: Any):
+    with gpu.stream(7):
+        before = weakref.ref(gpu.cards.CARDS.workspace(10, np.float32))
+        gpu.capturing = True
+        captured = weakref.ref(gpu.cards.CARDS.workspace(10, np.float32))
+    gc.collect()
+    assert before() is None
+    assert captured() is not None
 
 
 class Told:

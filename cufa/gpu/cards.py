@@ -76,6 +76,16 @@ def _with_maps(step: Step, *addresses: int) -> Any:
     return params
 
 
+#: Workspaces of calls in CUDA graphs, kept for good likewise.
+_workspaces: list[Any] = []
+
+
+def _is_captured() -> bool:
+    """Whether CuPy's current stream is being captured."""
+    stream = get_current_stream().ptr
+    return stream not in _LEGACY and bool(runtime.streamIsCapturing(stream))
+
+
 class _Cards:
     """The machine whose devices are CUDA cards; work goes to CuPy's current stream."""
 
@@ -88,12 +98,18 @@ class _Cards:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return cupy.ndarray(shape, dtype)  # what cupy.empty calls
 
+    def workspace(self, size: int, dtype: Any) -> Any:
+        made = self.empty((size,), dtype)
+        if _is_captured():
+            _workspaces.append(made)
+        return made
+
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
 
     def tickets(self) -> Any:
         device, stream = runtime.getDevice(), get_current_stream().ptr
-        if stream not in _LEGACY and runtime.streamIsCapturing(stream):
+        if _is_captured():
             return _counter_of_graph(device)
         found = _counters.by_stream.get((device, stream))
         if found is None:

@@ -32,6 +32,10 @@ class Machine(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An array for a kernel to fill."""
 
+    def workspace(self, size: int, dtype: Any) -> Any:
+        """What the launches of one call share: an array for them to fill, of one axis. Where they
+        are being captured, theirs for as long as a graph may run."""
+
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         """A copy of `a`, contiguous, of a dtype (None: its own) and starting at a multiple of 16
         bytes."""
@@ -121,7 +125,7 @@ def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
     if out is None:
         out = machine.empty(problem.out_shape, q.dtype)
     lse = machine.empty(problem.lse_shape, problem.accumulator) if problem.return_lse else None
-    workspace = machine.empty((ready.workspace,), problem.accumulator) if ready.workspace else None
+    workspace = machine.workspace(ready.workspace, problem.accumulator) if ready.workspace else None
     tickets = machine.tickets() if ready.tickets else None
     buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace, tickets)
     for kernel, step in ready.launches:

@@ -215,10 +215,15 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     work = blocks * heads
     mask = _mask_tiles(problem, key, tiles) if before else _MaskTiles()
     mask_work = -(-mask.blocks // (_MASK_THREADS // 32))
-    if max(work, mask_work) > _MAX_GRID:
+    if work > _MAX_GRID:
         raise UnsupportedError(
-            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is "
-            f"{max(work, mask_work)} blocks; a launch takes at most {_MAX_GRID}: split the batch"
+            f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {work} "
+            f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
+        )
+    if mask_work > _MAX_GRID:
+        raise UnsupportedError(
+            f"a mask of {mask.blocks} tiles takes {mask_work} blocks to look at; a launch takes at "
+            f"most {_MAX_GRID}: split the batch"
         )
     rows_per_block = -(-tiles // blocks) * key.config.block_m
     params = make_params(problem, blocks, rows_per_block, section(problem), mask.strides)

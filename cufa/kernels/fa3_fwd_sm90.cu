@@ -2,6 +2,7 @@
 // Source: Shah et al., arXiv:2407.08608, Algorithms 1 and 2; Dao, arXiv:2307.08691, Algorithm 1.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   tensor maps; Tk > 0
+//         mask, as MaskTiles in the workspace; bias, ALiBi slopes, sink
 //   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
 //   grid  at most as many blocks as the card has room for: they stay, and take tile after tile
 //   block warpgroups that compute, of 64 rows each; then one that loads
@@ -243,7 +244,7 @@ struct Consumer {
     const int blind_last = job.kind == JobKind::kAgain ? keys.first : keys.whole_last;
     const int blind_first = max_of(keys.first, keys.whole_first);
     KeyBlock block = before(job, keys.last - 1);
-    while (block.n >= keys.first && (!kBlind || block.n >= blind_last || !has_begun()))
+    while (block.n >= keys.first && (!kBlind || block.n >= blind_last || !has_begun(job.tile)))
       block = step<false, kMask>(job, block, keys.first);
     if constexpr (kBlind) {
       while (block.n >= blind_first)
@@ -255,9 +256,10 @@ struct Consumer {
   }
 
   // Whether all rows of the warpgroup have an m, by which blocks can be weighed blind.
-  DEVICE bool has_begun() const {
+  DEVICE bool has_begun(const Tile& tile) const {
     if constexpr (!kHides) return true;
-    return !uniform(ptx::bar_red_or(!softmax.has_begun(), kBegun + warpgroup, 128));
+    const bool has = softmax.has_begun<Scores>(p, tile);
+    return !uniform(ptx::bar_red_or(!has, kBegun + warpgroup, 128));
   }
 
   // The block that a job takes after block n.

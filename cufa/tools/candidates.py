@@ -53,8 +53,6 @@ def _fa1_fwd(c: Config, size: int, d: int, dv: int) -> bool:
 
 
 def _fa3_fwd_sm90(c: Config, size: int, d: int, dv: int) -> bool:
-    if c.block_m > 128 and c.stages > 2:
-        return False  # so many barriers and verdicts have no room in 512 bytes
     # Of a thread of the warpgroups that compute, which have 64 rows each: its own, and what the one
     # that loads gives up, all but 24 a thread.
     given = min(248, _REGISTERS // (c.threads * c.blocks_per_sm))

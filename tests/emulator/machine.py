@@ -61,6 +61,9 @@ class Emulator:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return np.full(shape, np.nan, dtype)
 
+    def workspace(self, size: int, dtype: Any) -> Any:
+        return self.empty((size,), dtype)
+
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         return np.ascontiguousarray(a, numpy_dtype(dtype) if dtype else None)
 

@@ -23,6 +23,10 @@ constexpr f32 kDoubtfulSum = 0x1p11f;
 // a bound on the left cuts, or by weights. Those of float16 are never so large that O overflows.
 constexpr bool kMayShrink = kLeft || (kFollowsWeights && kDType == kBFloat16);
 
+// A row with no higher score than this has seen no key yet. Some hide keys by biases that are large,
+// -10000 or the lowest number, not -inf: scores that follow would be too far above that m.
+DEVICE Real hidden_score() { return kBias != kNone ? -1000.f : -infinity(); }
+
 // How far, in powers of 2, m moves up at once: what is below 2^-126 counts as 0.
 constexpr f32 kLongestMove = 125.f;
 
@@ -38,11 +42,12 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     exponentials(s, m, scale, l);
   }
 
-  // Whether this lane's rows have seen a key, so that blind updates are of use.
-  DEVICE bool has_begun() const {
+  // Whether this lane's rows have an m by which blocks can be weighed blind, those that exist.
+  template <class Scores> DEVICE bool has_begun(const Params& p, const Tile& tile) const {
     bool has = true;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) has &= m[r] != -infinity();
+    for (int r = 0; r < kRows; ++r)
+      has &= m[r] > hidden_score() || tile.row0 + Scores::row(r) >= p.seqlen_q;
     return has;
   }
 

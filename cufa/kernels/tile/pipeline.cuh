@@ -5,7 +5,7 @@
 #include "tile/mma_fragment.cuh"
 
 // Which buffer is next, and the two mbarriers of each: `full` completes when what it holds is
-// there, `empty` when every consumer warp has given it back. Either side has a Pipeline of its own
+// there, `empty` when every consumer has given it back. Either side has a Pipeline of its own
 // and goes through the buffers in the same order.
 template <int kStages> struct Pipeline {
   static constexpr int kBytes = 2 * 8 * kStages;
