@@ -133,7 +133,9 @@ class PaperGpu:
             def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
                 self.owner, self.__array_interface__ = owner, {**interface, "version": 3}
 
-        def ndarray(shape: Any, dtype: Any, memptr: Any, strides: Any = None) -> Any:
+        def ndarray(shape: Any, dtype: Any, memptr: Any = None, strides: Any = None) -> Any:
+            if memptr is None:
+                return gpu.array(np.empty(shape, dtype))
             facts = {"shape": shape, "strides": strides, "typestr": np.dtype(dtype).str}
             at = ArrayAt(memptr.mem.owner, {**facts, "data": (memptr.mem.ptr, False)})
             return np.asarray(at).view(gpu.Array)
