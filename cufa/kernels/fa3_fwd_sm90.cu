@@ -79,9 +79,9 @@ struct Pipelines {
   static constexpr int kK = kQ + kQBuffers * TileQ::kBytes;
   static constexpr int kV = kK + kStages * TileK::kBytes;
   static constexpr int kControl = kV + kStages * TileV::kBytes;
-  static constexpr int kControlK = kControl + decltype(q)::kBytes;
-  static constexpr int kControlV = kControlK + decltype(k)::kBytes;
-  static constexpr int kControlPath = kControlV + decltype(v)::kBytes;
+  static constexpr int kControlK = kControl + decltype(q)::kBarrierBytes;
+  static constexpr int kControlV = kControlK + decltype(k)::kBarrierBytes;
+  static constexpr int kControlPath = kControlV + decltype(v)::kBarrierBytes;
   static_assert(kControlPath + decltype(path)::kBytes <= kSmemBytes);
 
   DEVICE explicit Pipelines(u8* memory, u32 smem)
@@ -266,12 +266,8 @@ struct Consumer {
   DEVICE static KeyBlock before(const Job& job, int n) {
     const KeyBlock block = job.before(n);
     if constexpr (!kMask) return block;
-    return {uniform(block.n), MaskTile(uniform(block.mask))};
+    return {uniform(block.n), BlockMask(uniform(block.mask))};
   }
-
-  // What is the same in all lanes, though the compiler cannot know: it would prepare every step for
-  // lanes that part.
-  DEVICE static int uniform(int x) { return ptx::shfl_idx(x, 0); }
 
   // A block is weighed while O += P V of the one before is under way; returns the next one.
   template <bool kIsBlind, bool kMasks>
@@ -360,9 +356,7 @@ fa3_fwd_sm90(const __grid_constant__ Params p) {
     ptx::fence_mbarrier_init();
   }
   ptx::bar_sync();  // all see the barriers
-  // The same in all lanes, and shfl tells the compiler so: what comes of it needs no registers of
-  // each thread.
-  const int warpgroup = ptx::shfl_idx(ptx::tid_x() / 128, 0);
+  const int warpgroup = uniform(ptx::tid_x() / 128);
   if (warpgroup == kConsumers) {
     ptx::setmaxnreg_dec<kProducerRegs>();
     if (warp() == 4 * kConsumers && ptx::elect_sync()) produce(p, pipes);

@@ -33,7 +33,7 @@ struct Survey {
     }
   }
 
-  template <bool kRuns> DEVICE MaskTile run() {
+  template <bool kRuns> DEVICE BlockMask run() {
     const int key = n * kBlockN + 4 * lane();
     for (int row0 = 0; row0 < kBlockM; row0 += kRows) {
       bool visible[kRows][4] = {};
@@ -78,7 +78,7 @@ mask_tiles(const __grid_constant__ Params p) {
 
   Survey survey{p, tile, {p, tile}, n};
   const KeyRange seen = visible_keys(p, tile);
-  MaskTile found = kHidden;
+  BlockMask found = kHidden;
   // Rows of other tiles see other keys.
   if (stride.row == 0 ? n * kBlockN < p.seqlen_k : seen.first <= n && n < seen.last)
     found = has_runs<u8, 4>(p.mask, p.mask_stride, p) ? survey.run<true>() : survey.run<false>();

@@ -5,24 +5,26 @@
 #include "ptx/clz.cuh"
 #include "tile/mma_fragment.cuh"
 
-enum MaskTile : u8 {
+// What the mask leaves of a block for the rows of a tile. Keys and rows past the end do not count.
+enum BlockMask : u8 {
   kHidden = 0,  // no row sees a key
   kCut,
-  kWhole,  // every row sees all keys that exist
+  kWhole,  // every row sees all keys
 };
 
 struct KeyBlock {
   int n;
-  MaskTile mask;
+  BlockMask mask;
 };
 
-// In the workspace: a MaskTile for each block, eight to a word, then the bits of each block. Tiles
-// that differ only along axes that the mask is repeated along have the same memory.
+// In the workspace, of one tile: a BlockMask for each block, eight to a word of 64 bits; then the
+// bits of each block, which nobody reads of hidden ones. Tiles that differ only along axes that the
+// mask is repeated along have the same memory.
 struct MaskTiles {
   static constexpr int kPerWord = 8;
-  // A lane's columns of one row of a block are the lowest bits of one number. There is one for each
-  // row and each lane of a quad.
-  static constexpr int kColumns = kBlockN / 4, kBlockBits = 4 * kBlockM;
+  // A lane's columns of one row of a block are the lowest kColumns bits of a u32. A block has one
+  // for each row and each lane of a quad.
+  static constexpr int kColumns = kBlockN / 4, kPerBlock = 4 * kBlockM;
   static_assert(!kMask || kColumns <= 32);
 
   u64* words;
@@ -37,15 +39,15 @@ struct MaskTiles {
     return ceil_div(ceil_div(p.seqlen_k, kBlockN), kPerWord) * kPerWord;
   }
 
-  DEVICE MaskTile& operator[](int n) const { return reinterpret_cast<MaskTile*>(words)[n]; }
+  DEVICE BlockMask& operator[](int n) const { return reinterpret_cast<BlockMask*>(words)[n]; }
 
   // Of row `row` of the tile, and this lane of a quad.
   DEVICE u32& bits(const Params& p, int n, int row) const {
     u32* all = reinterpret_cast<u32*>(words + block_count(p) / kPerWord);
-    return all[i64(n) * kBlockBits + 4 * row + lane() % 4];
+    return all[i64(n) * kPerBlock + 4 * row + lane() % 4];
   }
 
-  // The last block up to n that is not hidden; of number -1 if all are.
+  // The last block up to n, itself included, that is not hidden; of number -1 if all are.
   DEVICE KeyBlock last(int n) const {
     // Most often it is n, which takes few instructions to see.
     if (n >= 0 && (*this)[n] != kHidden) return {n, (*this)[n]};
@@ -54,7 +56,7 @@ struct MaskTiles {
       const u64 found = words[n / kPerWord] << 8 * above;
       if (found != 0) {
         const int hidden = ptx::clz(found) / 8;
-        return {n - hidden, MaskTile(found << 8 * hidden >> 56)};
+        return {n - hidden, BlockMask(found << 8 * hidden >> 56)};
       }
       n -= kPerWord - above;
     }

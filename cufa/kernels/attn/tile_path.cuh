@@ -55,17 +55,19 @@ template <int kWarps> struct TilePath {
     Job job;
     u32 gave_up[kWarps];
   };
-  using Turns = Pipeline<kSlots>;
-  static constexpr int kBytes = Turns::kBytes + kSlots * sizeof(Slot);
+  using Slots = Pipeline<kSlots>;
+  static constexpr int kBytes = Slots::kBarrierBytes + kSlots * sizeof(Slot);
 
   // Two counts over the same barriers, as a consumer receives a job before it gives back the one
   // before: of jobs that are sent or received, and of those that are computed.
-  Turns sent, done;
+  Slots sent, done;
   Slot* slots;
 
   // kBytes of shared memory from `memory` on, whose address is `address`.
   DEVICE TilePath(u8* memory, u32 address)
-      : sent(address), done(address), slots(reinterpret_cast<Slot*>(memory + Turns::kBytes)) {}
+      : sent(address),
+        done(address),
+        slots(reinterpret_cast<Slot*>(memory + Slots::kBarrierBytes)) {}
 
   DEVICE void init() const { sent.init(32 * kWarps); }
 
@@ -79,7 +81,7 @@ template <int kWarps> struct TilePath {
       sent.wait_empty();
       Slot& slot = slots[sent.stage()];
       JobKind kind = idle < kSlots ? JobKind::kNothing : JobKind::kEnd;
-      if (sent.turn >= kSlots && any_gave_up(slot)) {  // before, nobody has written there
+      if (sent.count >= kSlots && any_gave_up(slot)) {  // before, nobody has written there
         kind = JobKind::kAgain;
       } else if (next < p.tile_count) {
         kind = JobKind::kTile;
@@ -90,7 +92,7 @@ template <int kWarps> struct TilePath {
       }
       slot.job.kind = kind;
       ptx::mbarrier_arrive(sent.full());
-      ++sent.turn;
+      ++sent.count;
       idle = Job::is_tile(kind) ? 0 : idle + 1;
       load(kind, slot.job);
     }
@@ -99,13 +101,13 @@ template <int kWarps> struct TilePath {
   // By a consumer warp: waits for the next job, which is `due` once those before are given back.
   DEVICE JobKind next() {
     sent.wait_full();
-    const int kind = ptx::shfl_idx(int(slots[sent.stage()].job.kind), 0);  // one for the warp
-    ++sent.turn;
+    const int kind = uniform(int(slots[sent.stage()].job.kind));
+    ++sent.count;
     return JobKind(kind);
   }
 
   // The job of the last `next`.
-  DEVICE const Job& latest() const { return slots[(sent.turn - 1) % kSlots].job; }
+  DEVICE const Job& latest() const { return slots[(sent.count - 1) % kSlots].job; }
 
   // The earliest job that is not given back; whether this warp gave up on it the first time, if it
   // is a kAgain; and its end.
@@ -117,7 +119,7 @@ template <int kWarps> struct TilePath {
     // Every lane for itself: that one arrives for what others have read, compute-sanitizer takes for
     // a race with the producer's next write.
     ptx::mbarrier_arrive(done.empty());
-    ++done.turn;
+    ++done.count;
   }
 
  private:

@@ -11,6 +11,10 @@
 DEVICE int lane() { return ptx::tid_x() % 32; }
 DEVICE int warp() { return ptx::tid_x() / 32; }
 
+// What is the same in all lanes of a warp, though the compiler cannot know: it would keep it in a
+// register of each thread, and prepare what depends on it for lanes that part.
+DEVICE int uniform(int x) { return ptx::shfl_idx(x, 0); }
+
 // float32 accumulators of one warp: kRowTiles * 16 rows (those of warp w begin at row
 // w * 16 * kRowTiles) by kColTiles * 8 columns. In each 16 x 8 tile a lane holds rows g and g + 8
 // (g = lane / 4), two columns each.

@@ -8,12 +8,12 @@
 // there, `empty` when every consumer has given it back. Either side has a Pipeline of its own
 // and goes through the buffers in the same order.
 template <int kStages> struct Pipeline {
-  static constexpr int kBytes = 2 * 8 * kStages;
+  static constexpr int kBarrierBytes = 2 * 8 * kStages;
 
-  static_assert((kStages & (kStages - 1)) == 0, "turn may wrap");
+  static_assert((kStages & (kStages - 1)) == 0, "count may wrap");
 
   u32 barriers;  // full of each stage, then empty of each
-  u32 turn = 0;  // how many buffers have been passed on
+  u32 count = 0;  // of buffers that this side has passed on
 
   DEVICE explicit Pipeline(u32 address) : barriers(address) {}
 
@@ -25,8 +25,8 @@ template <int kStages> struct Pipeline {
     }
   }
 
-  DEVICE u32 stage() const { return turn % kStages; }
-  DEVICE u32 round() const { return turn / kStages & 1; }
+  DEVICE u32 stage() const { return count % kStages; }
+  DEVICE u32 round() const { return count / kStages & 1; }
   DEVICE u32 full() const { return barriers + 8 * stage(); }
   DEVICE u32 empty() const { return barriers + 8 * (kStages + stage()); }
   DEVICE void wait_full() const { wait(full(), round()); }
@@ -36,7 +36,7 @@ template <int kStages> struct Pipeline {
   // itself, so that none can fall a whole round behind and wait for a phase that is over.
   DEVICE void give_back() {
     if (lane() == 0) ptx::mbarrier_arrive(empty());
-    ++turn;
+    ++count;
   }
 
  private:
@@ -51,10 +51,10 @@ template <class Tile, int kStages> struct TilePipeline : Pipeline<kStages> {
 
   DEVICE TilePipeline(u32 tiles, u32 barriers) : Pipeline<kStages>(barriers), tiles(tiles) {}
 
-  // Its address is the same in all lanes, and shfl tells the compiler so: a product takes matrix
-  // descriptors from uniform registers, and would wait for each of them to be moved there.
+  // A product takes matrix descriptors from uniform registers, and would wait for each of them to
+  // be moved there.
   DEVICE Tile tile() const {
-    return {u32(ptx::shfl_idx(tiles + this->stage() * Tile::kBytes, 0))};
+    return {u32(uniform(tiles + this->stage() * Tile::kBytes))};
   }
 
   // By the producer: rows row0 and on of a matrix; zeros past its last row and its last column.
@@ -66,6 +66,6 @@ template <class Tile, int kStages> struct TilePipeline : Pipeline<kStages> {
     for (int i = 0; i < Tile::kWholeSlabs; ++i)
       ptx::cp_async_bulk_tensor_4d_load(to.slab(i), map, i * Tile::kSlabCols, row0, head, batch,
                                         this->full());
-    ++this->turn;
+    ++this->count;
   }
 };
