@@ -20,7 +20,8 @@
 #include "ptx/setmaxnreg.cuh"
 #include "tile/warpgroup_matmul.cuh"
 
-constexpr int kSlab = 8 * kChunk;  // columns; a tile has whole ones
+// Columns. Products know one swizzle, that of slabs of 128 bytes, so tiles have whole ones.
+constexpr int kSlab = 8 * kChunk;
 using TileQ = SwizzledTile<kBlockM, ceil_div(kHeadDim, kSlab) * kSlab>;
 using TileK = SwizzledTile<kBlockN, ceil_div(kHeadDim, kSlab) * kSlab>;
 using TileV = SwizzledTile<kBlockN, ceil_div(kHeadDimV, kSlab) * kSlab>;
@@ -29,7 +30,7 @@ using Weights = OperandFragment<1, kBlockN / 16>;
 using Output = MmaFragment<1, kHeadDimV / 8>;
 
 constexpr int kConsumers = kThreads / 128 - 1;
-constexpr int kControlBytes = 768;
+constexpr int kControlBytes = 768;  // as in gpu/config.py; not all are used
 constexpr int kKeyBytes = kStages * (TileK::kBytes + TileV::kBytes);
 // With two, the first product of a tile runs beside the last of the tile before.
 constexpr int kQBuffers = (kSmemBytes - kControlBytes - kKeyBytes) / TileQ::kBytes;
@@ -42,31 +43,33 @@ static_assert(kAligned && sizeof(Elem) == 2);
 
 // Registers of a thread, in eights as setmaxnreg counts: what it has at launch, its share of the
 // multiprocessor's 65536, and what the warpgroups that compute have once the one that loads has
-// given up most of its own.
+// given up all but the fewest that setmaxnreg takes. Instructions can name 255.
 constexpr int kMostRegs = 248;
 constexpr int kGivenRegs = min_of(kMostRegs, 65536 / (kBlocksPerSm * kThreads) / 8 * 8);
 constexpr int kProducerRegs = 24;
 constexpr int kConsumerRegs =
     min_of(kMostRegs, (kGivenRegs + (kGivenRegs - kProducerRegs) / kConsumers) / 8 * 8);
 
-// Warpgroups take turns to issue products. Each waits for its turn at a named barrier of its own,
-// kTurn and on, where the one before it arrives.
+// Warpgroups take turns to issue products, each as many in a tile as the tile has blocks, less one.
+// Named barriers, two for each warpgroup: from kTurn on those where its 128 threads wait for their
+// turn, and those of the one before it arrive; from kBegun on those where its own vote.
 constexpr bool kTakeTurns = kConsumers > 1;
 constexpr int kTurn = 1;
-constexpr int kBegun = kTurn + kConsumers;  // and on: of each warpgroup alone
+constexpr int kBegun = kTurn + kConsumers;
 
-// Whether a bound on the right may hide blocks of a tile from some of its warpgroups alone. Beside
-// a mask that is not told.
+// Whether warpgroups pass over blocks of their tile that a bound on the right hides from all their
+// rows. Not beside a mask: the blocks of a tile are no run of numbers there, to be counted.
 constexpr bool kPassHidden = kRight && !kMask && kConsumers > 1;
 
-// Whether all keys of a row may be hidden that lie inside its bounds.
+// Whether keys may be hidden that lie inside a row's bounds, up to all of them.
 constexpr bool kHides = kMask || kBias != kNone;
 
-// Whether whole blocks are weighed blind. Beside those that a bound on the left cuts and a mask or a
-// bias too, there are no registers for it.
+// Whether blocks that no bound cuts are weighed blind. With a bound on the left and a mask or a
+// bias at once there are no registers for it.
 constexpr bool kBlind = !kLeft || !kHides;
 
-// Whether blocks that the mask leaves whole have code of their own. A bias takes longer than a mask.
+// Whether blocks that the mask leaves whole have code of their own. Beside a bias, which takes
+// longer than the mask does, it would gain little.
 constexpr bool kTellsCut = kMask && kBias == kNone;
 
 struct Pipelines {
@@ -108,7 +111,7 @@ DEVICE void produce(const Params& p, Pipelines pipes) {
     owed_block = -1;
   };
   pipes.path.produce(p, [&](JobKind kind, const Job& job) {
-    if (!Job::is_tile(kind)) return load_owed();
+    if (!Job::is_tile(kind)) return load_owed();  // no other K comes before it
     const Tile tile = job.tile;
     const KeyRange keys = job.keys;
     for (int n = keys.last - 1; n >= keys.first; n = job.before(n).n) {
@@ -135,7 +138,7 @@ struct Consumer {
 
   DEVICE void run() {
     JobKind kind = pipes.path.next();
-    // The first turn is the first warpgroup's: it arrives in place of the one before.
+    // The first turn is the first warpgroup's: it arrives in place of the one before, the last.
     if (kTakeTurns && warpgroup == 0) ptx::bar_arrive(kTurn, 256);
     while (kind != JobKind::kEnd) {
       if (kind == JobKind::kNothing) {
@@ -157,17 +160,18 @@ struct Consumer {
   }
 
  private:
-  // A job's key blocks for this warpgroup: a bound on the right may hide the last of the tile's.
+  // A job's key blocks for this warpgroup: a bound on the right may hide the last of the tile's. If
+  // not, a reference, so that what is needed of them is read from the job then.
   DEVICE decltype(auto) own_keys(const Job& job) const {
     if constexpr (kPassHidden)
       return cut_right(p, job.keys, job.tile.row0 + 64 * warpgroup, 64);
     else
-      return (job.keys);  // a reference
+      return (job.keys);
   }
   DEVICE int hidden_blocks(const Job& job) const { return job.keys.last - own_keys(job).last; }
 
   // K and V of hidden blocks go back when they are there: to arrive before would count for what
-  // their buffers held last. In each block others multiply by turns, so its turn is passed on.
+  // their buffers held last. Turns go by blocks, so for each it takes one and passes it on.
   DEVICE void pass_hidden() {
     for (int n = hidden_blocks(pipes.path.due()); n > 0; --n) {
       take_turn();
@@ -180,7 +184,7 @@ struct Consumer {
     }
   }
 
-  // One warpgroup's products run while another weighs.
+  // One warpgroup's products run while another weighs. A tile's first S and last O take no turn.
   DEVICE void take_turn() const {
     if constexpr (kTakeTurns) ptx::bar_sync(kTurn + warpgroup, 256);
   }
@@ -237,7 +241,7 @@ struct Consumer {
 
   // All other blocks, down to the first: some that bounds on the right cut, or until every row has
   // seen a key; then blind ones, which lie inside every row's bounds; then some that bounds on the
-  // left cut. None is blind the second time.
+  // left cut. None is blind the second time. None is hidden: `before` passes over those.
   DEVICE void finish_keys() {
     const Job& job = pipes.path.due();
     const KeyRange keys = own_keys(job);

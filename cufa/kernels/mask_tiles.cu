@@ -9,6 +9,8 @@
 
 // A lane reads four keys of each of so many rows at once, and writes the bits of one.
 constexpr int kRows = 8;
+// Of lanes: those that read the first four keys of each eight. Of a lane's bits: the first of each
+// pair of columns.
 constexpr u32 kEven = 0x55555555;
 
 struct Survey {
@@ -61,20 +63,22 @@ struct Survey {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 mask_tiles(const __grid_constant__ Params p) {
+  // The warp's number has a digit for the block and for each axis that the mask varies along.
   i64 rest = i64(ptx::ctaid_x()) * (kThreads / 32) + warp();
-  const auto draw = [&](bool varies, int count) {
-    const int drawn = varies ? rest % count : 0;
-    if (varies) rest /= count;
-    return drawn;
+  const auto digit = [&](bool varies, int count) {
+    if (!varies) return 0;
+    const int found = rest % count;
+    rest /= count;
+    return found;
   };
   const Strides& stride = p.mask_tiles_stride;
   const int heads = p.heads.value, tiles = p.tiles.value;
   Tile tile(p, 0);
-  const int n = draw(true, MaskTiles::block_count(p));
-  tile.row0 = draw(stride.row != 0, tiles) * kBlockM;
-  tile.head = draw(stride.head != 0, heads);
-  tile.batch = draw(stride.batch != 0, p.tile_count / (heads * tiles));
-  if (rest != 0) return;
+  const int n = digit(true, MaskTiles::block_count(p));
+  tile.row0 = digit(stride.row != 0, tiles) * kBlockM;
+  tile.head = digit(stride.head != 0, heads);
+  tile.batch = digit(stride.batch != 0, p.tile_count / (heads * tiles));
+  if (rest != 0) return;  // a warp too many in the last block
 
   Survey survey{p, tile, {p, tile}, n};
   const KeyRange seen = visible_keys(p, tile);

@@ -23,8 +23,9 @@ constexpr f32 kDoubtfulSum = 0x1p11f;
 // a bound on the left cuts, or by weights. Those of float16 are never so large that O overflows.
 constexpr bool kMayShrink = kLeft || (kFollowsWeights && kDType == kBFloat16);
 
-// A row with no higher score than this has seen no key yet. Some hide keys by biases that are large,
-// -10000 or the lowest number, not -inf: scores that follow would be too far above that m.
+// A row with no higher score than this counts as one that has seen no key: some hide keys by biases
+// of -10000 or the lowest number, not -inf, and scores that follow would be too far above that m.
+// Where it is a score all the same, only time is lost.
 DEVICE Real hidden_score() { return kBias != kNone ? -1000.f : -infinity(); }
 
 // How far, in powers of 2, m moves up at once: what is below 2^-126 counts as 0.
@@ -120,6 +121,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
 
  private:
   // Moves m up, so that a weight of `weight` becomes about 1; returns what to multiply weights by.
+  // `scale` is positive, as is its reciprocal in float32: gpu/plan.py.
   DEVICE Real move(int r, Real weight) {
     const Real previous = m[r];
     m[r] += min_of(exponent_of(weight), kLongestMove) * ptx::rcp_approx(scale);

@@ -28,7 +28,7 @@ template <class Fragment> struct BiasTile {
     for (int r = 0; r < Fragment::kRows; ++r) {
       const ScoreRow<Bias> row(p.bias, p.bias_stride, p, tile, tile.row0 + Fragment::row(r));
       if (runs) {
-        // One address for the row.
+        // One address for the row; row.run would make one for each pair.
         const auto* from = reinterpret_cast<const Vec<Bias, 2>*>(row.row + key0 + Fragment::col(0));
 #pragma unroll
         for (int c = 0; c < Fragment::kCols; c += 2) {
@@ -59,7 +59,7 @@ template <class Fragment, bool kMasks> struct ScoreInputs {
     if constexpr (kLoadsBias) bias.load(p, tile, block.n * kBlockN);
     if constexpr (kMasks) {
 #pragma unroll
-      for (int r = 0; r < Fragment::kRows; ++r)
+      for (int r = 0; r < Fragment::kRows; ++r)  // hidden blocks may have none
         mask[r] = block.mask == kHidden ? 0 : masks.bits(p, block.n, Fragment::row(r));
     }
   }

@@ -15,7 +15,7 @@ template <class T> struct ScoreRow {
 
   DEVICE T at(int key) const { return row[key * stride]; }
 
-  // Keys key .. key + kRun - 1: one, or, of an array that has such runs, those from a multiple on.
+  // Keys key .. key + kRun - 1 of an array that `has_runs` of so many; key is a multiple of kRun.
   template <int kRun> DEVICE Vec<T, kRun> run(int key) const {
     return *reinterpret_cast<const Vec<T, kRun>*>(row + key * stride);
   }

@@ -14,7 +14,7 @@ constexpr f32 kFoldLimit = 16384.f;
 // weights are up to 2^kSlack, which costs no precision, and most blocks multiply no output.
 constexpr f32 kSlack = 8.f;
 
-// From scores, as score_mod leaves them, to exponents of 2.
+// From scores, as score_mod leaves them, to exponents of 2; positive, so that the order stays.
 DEVICE Real exponent_scale(const Params& p) {
   return kFoldScale ? Real(p.scale * kLog2e) : Real(kLog2e);
 }

@@ -8,22 +8,24 @@
 
 enum class JobKind : int {
   kTile,
-  kAgain,    // a tile once more, without shortcuts
-  kNothing,  // for now
+  kAgain,    // a tile once more, with no block blind
+  kNothing,  // no tile is left, but some may be needed again
   kEnd,
 };
 
 struct Job {
   JobKind kind;
-  Tile tile;      // of kTile and kAgain alone,
-  KeyRange keys;  // as are these
-  MaskTiles mask;
+  // Of kTile and kAgain alone:
+  Tile tile;
+  KeyRange keys;
+  MaskTiles mask;  // if there is a mask
 
   DEVICE static bool is_tile(JobKind kind) {
     return kind == JobKind::kTile || kind == JobKind::kAgain;
   }
 
-  // Block n of keys; and the one that is taken after it, which lies before it.
+  // Block n of keys; and the one that is taken after it: the last before it that the mask does not
+  // hide, which may lie before keys.first.
   DEVICE KeyBlock block(int n) const { return {n, kMask ? mask[n] : kWhole}; }
   DEVICE KeyBlock before(int n) const {
     if constexpr (kMask) return mask.last(n - 1);
@@ -50,7 +52,7 @@ DEVICE KeyRange cut_right(const Params& p, const KeyRange& of_tile, int top, int
 // given up on it. If any has, the producer sends the same tile once more when the slot is next. So
 // a row's result depends on the numbers alone, not on which block computed it when.
 template <int kWarps> struct TilePath {
-  static constexpr int kSlots = 4;
+  static constexpr int kSlots = 4;  // fewer hold short tiles up
   struct Slot {
     Job job;
     u32 gave_up[kWarps];
@@ -82,7 +84,7 @@ template <int kWarps> struct TilePath {
       Slot& slot = slots[sent.stage()];
       JobKind kind = idle < kSlots ? JobKind::kNothing : JobKind::kEnd;
       if (sent.count >= kSlots && any_gave_up(slot)) {  // before, nobody has written there
-        kind = JobKind::kAgain;
+        kind = JobKind::kAgain;  // the tile is still there
       } else if (next < p.tile_count) {
         kind = JobKind::kTile;
         slot.job.tile = Tile::in_turn(p, next);
@@ -116,8 +118,8 @@ template <int kWarps> struct TilePath {
   DEVICE void give_back(bool give_up) {
     ptx::bar_warp_sync();  // all lanes have read the slot
     if (lane() == 0) slots[done.stage()].gave_up[warp()] = give_up;
-    // Every lane for itself: that one arrives for what others have read, compute-sanitizer takes for
-    // a race with the producer's next write.
+    // Every lane for itself: that one arrives for what others have read, compute-sanitizer takes
+    // for a race with the producer's next write.
     ptx::mbarrier_arrive(done.empty());
     ++done.count;
   }

@@ -15,7 +15,8 @@ template <int kRows> DEVICE u64 descriptor(u32 address) {
          u64(1) << 62;
 }
 
-// s = a b^T over the first 16 * kSteps columns; a's rows begin at row0.
+// s = a b^T over the first 16 * kSteps columns; a's rows begin at row0, a multiple of 8, as rows of
+// other eights are swizzled the same.
 template <int kSteps, int kColTiles, int kRowsA, int kDepth>
 DEVICE void issue_nt(MmaFragment<1, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a, int row0,
                      SwizzledTile<kColTiles * 8, kDepth> b) {
