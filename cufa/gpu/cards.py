@@ -45,6 +45,8 @@ _PAGE = 128
 _pages: list[Any] = []
 #: Their counters that no graph has yet, by device.
 _spare: defaultdict[int, list[Any]] = defaultdict(list)
+#: Workspaces of calls in CUDA graphs, kept for good likewise.
+_workspaces: list[Any] = []
 
 
 def _new_page(device: int) -> None:
@@ -74,10 +76,6 @@ def _with_maps(step: Step, *addresses: int) -> Any:
     maps = zip(step.maps, addresses, strict=True)
     _pack_maps(params, 0, *(tensor_map.encoded(address) for tensor_map, address in maps))
     return params
-
-
-#: Workspaces of calls in CUDA graphs, kept for good likewise.
-_workspaces: list[Any] = []
 
 
 def _is_captured() -> bool:

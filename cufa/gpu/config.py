@@ -30,12 +30,12 @@ class Config(NamedTuple):
 class Scores(IntEnum):
     """What happens to scores, from what takes least registers to what takes most.
 
-    Whatever bounds there are, but for `OPEN` and `PLAIN`.
+    All but `OPEN` and `PLAIN` may have any bounds beside.
     """
 
     #: Only scaled, by a positive number, and bounded at most on the right: causal.
     OPEN = 0
-    #: Bounded on the left too: a window.
+    #: Likewise, and bounded on the left too: a window.
     PLAIN = 1
     #: A mask.
     MASKED = 2
@@ -43,9 +43,9 @@ class Scores(IntEnum):
     MODIFIED = 3
     #: A bias of 16 bits.
     BIASED = 4
-    #: Of float32.
+    #: A bias of float32.
     BIASED_32 = 5
-    #: Of float64, or several of a mask, a bias, and what modifies scores.
+    #: A bias of float64, or several of a mask, a bias, and what modifies scores.
     MIXED = 6
 
 

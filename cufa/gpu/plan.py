@@ -192,7 +192,8 @@ def _mask_tiles_key(key: KernelKey) -> KernelKey:
 
 def _only_scales(problem: Problem) -> bool:
     """Whether only a positive factor touches scores before the bias: then, where there is none,
-    they may stay raw up to the exponent."""
+    they may stay raw up to the exponent. The factor times log2(e), and the reciprocal of that, must
+    be ordinary float32, neither denormal nor infinite."""
     modified = problem.softcap or problem.alibi_slopes
     return not modified and 1e-30 < problem.scale < 1e30
 
