@@ -266,14 +266,15 @@ struct Consumer {
     return !uniform(ptx::bar_red_or(!has, kBegun + warpgroup, 128));
   }
 
-  // The block that a job takes after block n.
+  // The block that a job takes after block n, the same in all lanes.
   DEVICE static KeyBlock before(const Job& job, int n) {
     const KeyBlock block = job.before(n);
     if constexpr (!kMask) return block;
     return {uniform(block.n), BlockMask(uniform(block.mask))};
   }
 
-  // A block is weighed while O += P V of the one before is under way; returns the next one.
+  // A block is weighed while O += P V of the one before is under way; returns the next one. kMasks:
+  // the mask may hide keys of it.
   template <bool kIsBlind, bool kMasks>
   DEVICE KeyBlock step(const Job& job, KeyBlock block, int first) {
     const KeyBlock next = before(job, block.n);

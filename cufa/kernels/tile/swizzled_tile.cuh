@@ -1,6 +1,7 @@
 // A tile in shared memory whose 16-byte chunks are permuted within each row, so that eight rows at
 // one chunk lie in eight different groups of banks: ldmatrix, cp.async and the loads of float64
-// fragments meet no bank conflicts.
+// fragments meet no bank conflicts. In whole slabs it is the order that TMA and wgmma know as their
+// swizzle of 128 bytes.
 #pragma once
 #include "base/dtype.cuh"
 
