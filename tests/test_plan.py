@@ -84,6 +84,6 @@ def test_the_workspace_of_a_mask_is_an_eighth_of_it_in_whole_tiles(seqlen):
 
 
 @pytest.mark.parametrize("seqlen", LENGTHS)
-def test_warmup_takes_a_mask_for_one_that_varies_by_key_at_every_length(seqlen):
+def test_a_mask_of_whole_shape_is_looked_at_first_at_every_length_from_one_key_on(seqlen):
     kernels = [key.kernel for key in make_keys(masked(seqlen), H200)]
     assert kernels == ["mask_tiles", "fa3_fwd_sm90"]

@@ -146,14 +146,13 @@ def _call(
         a = np.empty(shape, numpy_dtype(name))
         return ArrayFacts(a.shape, a.strides, a.dtype, 0)
 
-    keys = max(seqlen, 2)  # a mask of one key would count as repeated along the keys
-    k = facts((heads, keys, head_dim), dtype)
+    q = facts((heads, seqlen, head_dim), dtype)
     return Signature(
-        q=facts((heads, seqlen, head_dim), dtype),
-        k=k,
-        v=k,
-        mask=facts((seqlen, keys), "bool") if features.mask else None,
-        bias=facts((seqlen, keys), features.bias) if features.bias else None,
+        q=q,
+        k=q,
+        v=q,
+        mask=facts((seqlen, seqlen), "bool") if features.mask else None,
+        bias=facts((seqlen, seqlen), features.bias) if features.bias else None,
         alibi_slopes=facts((heads,), "float32") if features.alibi_slopes else None,
         sink=facts((heads,), "float32") if features.sink else None,
         out=None,
