@@ -299,6 +299,23 @@ def test_blocks_of_keys_that_no_row_sees_are_not_computed(
     assert done == blocks * products
 
 
+@pytest.mark.parametrize("rows", [1, 1300], ids=["repeated", "of each query"])
+def test_a_mask_is_not_read_past_its_keys_by_windows_that_begin_there(rows: int) -> None:
+    random = np.random.default_rng()
+    q, k, v = (random.random((n, 64), np.float32).astype("f2") for n in (1300, 40, 40))
+    options = {"mask": random.random((rows, 40)) < 0.5, "causal": "top_left", "window": (10, None)}
+    result = attention(Emulator(90), q, k, v, return_lse=True, algorithm="fa3", **options)
+    assert_within_rounding(result, exact(q, k, v, **options))
+
+
+def test_a_mask_of_one_key_counts_as_one_that_varies_by_key() -> None:
+    random = np.random.default_rng()
+    q, k, v = (random.random((n, 64), np.float32).astype("f2") for n in (90, 1, 1))
+    options = {"mask": random.random((90, 1)) < 0.5}
+    result = attention(Emulator(90), q, k, v, return_lse=True, algorithm="fa3", **options)
+    assert_within_rounding(result, exact(q, k, v, **options))
+
+
 def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:
     machine = emulator(90)
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 70, 40)).astype(np.float16)

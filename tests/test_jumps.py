@@ -234,3 +234,19 @@ def test_a_warpgroup_multiplies_only_blocks_that_its_rows_see(
     block = products(machines[0], case) // 2  # either warpgroup has one
     case = replace(case, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     assert products(machines[0], case) == block * sum(seen)
+
+
+@a_quarter
+@given(seqlen_q=st.integers(1, 127), seqlen_k=st.integers(1, 300))
+def test_rows_past_the_end_have_no_maxima_looked_for(
+    machines: list[Emulator], seqlen_q: int, seqlen_k: int
+) -> None:
+    """They have no m, and float16's weights are looked at in every block."""
+
+    def exchanges(rows: int) -> int:
+        case = Case(seqlen_q=rows, seqlen_k=seqlen_k, dtype="float16")
+        products(machines[0], case)
+        assert machines[0].counts is not None
+        return machines[0].counts.executed["shfl.sync.bfly"]
+
+    assert exchanges(seqlen_q) == exchanges(128)

@@ -1,4 +1,5 @@
-"""Plans of FlashAttention-1: how heads are cut into ranges of query tiles, and the workspace."""
+"""Plans of FlashAttention-1: how heads are cut into ranges of query tiles, and the workspace; and
+of masks on Hopper."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cufa.gpu.config import LENGTHS
 from cufa.gpu.device import Device
 from cufa.gpu.params import PARAMS
-from cufa.gpu.plan import Plan, make_key, make_plan, ranges
+from cufa.gpu.plan import Plan, make_key, make_keys, make_plan, ranges
 from cufa.gpu.warmup import _call, _Features
 from cufa.problem import Problem, make_problem
 
@@ -63,3 +65,25 @@ def test_the_workspace_grows_with_the_length_alone(seqlen):
 @pytest.mark.parametrize("algorithm", ["auto", "fa2"])
 def test_fa2_needs_no_workspace(algorithm):
     assert make_plan(problem(1000, algorithm=algorithm), H200).workspace == 0
+
+
+def masked(seqlen: int) -> Problem:
+    return make_problem(_call(64, "float16", False, False, seqlen, None, _Features(mask=True)))
+
+
+@given(seqlen=st.integers(1, 5000))
+def test_the_workspace_of_a_mask_is_an_eighth_of_it_in_whole_tiles(seqlen):
+    problem = masked(seqlen)
+    plan = make_plan(problem, H200)
+    tile = plan.steps[-1].key.config
+    assert tile.block_n == 128
+    tiles, blocks = -(-seqlen // tile.block_m), -(-problem.seqlen_k // tile.block_n)
+    bits = tiles * tile.block_m * blocks * tile.block_n
+    verdicts = tiles * 8 * -(-blocks // 8)
+    assert 4 * plan.workspace == bits // 8 + verdicts
+
+
+@pytest.mark.parametrize("seqlen", LENGTHS)
+def test_a_mask_of_whole_shape_is_looked_at_first_at_every_length_from_one_key_on(seqlen):
+    kernels = [key.kernel for key in make_keys(masked(seqlen), H200)]
+    assert kernels == ["mask_tiles", "fa3_fwd_sm90"]

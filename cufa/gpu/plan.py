@@ -245,7 +245,7 @@ def make_plan(problem: Problem, device: Device) -> Plan:
 class _MaskTiles(NamedTuple):
     """The memory of attn/mask_tiles.cuh, in words of 8 bytes: strides by batch, head and query
     tile, 0 along what the mask is repeated along. `blocks` are those of keys, of all tiles that the
-    mask tells apart."""
+    mask tells apart, in whole words for each."""
 
     strides: tuple[int, int, int] = (0, 0, 0)
     words: int = 0
@@ -254,8 +254,9 @@ class _MaskTiles(NamedTuple):
 
 def _mask_tiles(problem: Problem, key: KernelKey, tiles: int) -> _MaskTiles:
     assert problem.mask is not None
-    blocks = round_up(-(-problem.seqlen_k // key.config.block_n), 8)
-    of_tile = blocks // 8 + blocks * key.config.block_m * 4 // 2
+    existing = -(-problem.seqlen_k // key.config.block_n)
+    blocks = round_up(existing, 8)
+    of_tile = blocks // 8 + existing * key.config.block_m * 4 // 2
     strides, count = [0, 0, 0], 1
     for axis, n in ((2, tiles), (1, problem.heads), (0, problem.batch)):
         if problem.mask.strides[axis]:

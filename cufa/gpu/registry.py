@@ -50,7 +50,8 @@ class KernelSpec:
         if self.aligned and not problem.aligned:
             return "needs rows of q, k, v and out that start at multiples of 16 bytes"
         operands = {"q": problem.q, "k": problem.k, "v": problem.v}
-        if self.mask_tiles and problem.mask is not None and problem.mask.strides[3] == 0:
+        mask = problem.mask if self.mask_tiles else None
+        if mask is not None and mask.strides[3] == 0 and problem.seqlen_k > 1:
             return "takes no mask that is repeated along the keys"
         if self.tma:
             faults = (_fault_for_tma(name, a) for name, a in operands.items())

@@ -100,6 +100,11 @@ def _hopper() -> dict[str, tuple[Case, ...]]:
         "causal": (case(450, 257, causal=True),),
         "hidden": (case(200, 300, head_dim=256, causal=True),),
         "hidden beside": (case(256, 320, head_dim=128, causal=True),),
+        "mask": (case(200, 400, mask=(True,) * 4),),
+        "sparse": (case(200, 900, mask=(False, False, True, True), hidden=0.99995),),
+        "past its end": (
+            case(1300, 40, mask=(True, True, False, True), causal="top_left", window=(10, None)),
+        ),
         "jumps": (case(200, 400, **jump), case(200, 400, scores="large", scale=0.06)),
         "float16": (
             case(20, 400, **half),

@@ -20,10 +20,10 @@ FA3_FWD_SM90 = (
           _PIPELINE, "to.slab(i), map", "to.slab(0), map"),
     # loads
     Fault("the first block of keys is not loaded",         DEADLOCK,   "plain",
-          _FILE, "n >= keys.first; --n) { pipes.k.load", "n > keys.first; --n) { pipes.k.load"),
+          _FILE, "n >= keys.first; n = job.before(n).n)", "n > keys.first; n = job.before(n).n)"),
     Fault("Q is given back before its last product",       IN_FLIGHT,  "plain",        # at times
-          _FILE, "if (n == first) pipes.q.give_back();",
-          "if (n == first + 1) pipes.q.give_back();"),
+          _FILE, "if (next.n < first) pipes.q.give_back();",
+          "if (next.n == first) pipes.q.give_back();"),
     # products
     Fault("S is not waited for",                           IN_FLIGHT,  "plain",
           _FILE, "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();"),
@@ -67,6 +67,13 @@ FA3_FWD_SM90 = (
           _FILE, "64 * warpgroup, 64)", "64 * warpgroup, 1)"),
     Fault("hidden blocks do not keep tiles apart",         DEADLOCK,   "hidden beside",
           _FILE, "hidden_blocks(pipes.path.latest()) > 0", "false"),
+    # masks
+    Fault("odd columns take the bits of even ones",        WRONG,      "mask",
+          "mask_tiles.cu", "(odd & kEven) << 1", "(even & kEven) << 1"),
+    Fault("the producer loads blocks that are hidden",     DEADLOCK,   "sparse",
+          _FILE, "n = job.before(n).n)", "--n)"),
+    Fault("a mask has blocks past its end",                BOUNDS,     "past its end",
+          _PATH, "min_of(seen.first, ceil_div(p.seqlen_k, kBlockN) - 1)", "seen.first"),
     # the second time
     Fault("what is lost is stored",                        WRONG,      "jumps",
           _FILE, "!again && softmax.is_lost(o, p, job.tile)", "false"),

@@ -76,7 +76,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     if constexpr (kFollowsWeights) {
       bool large = false;
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) large |= !(sum[r] <= kMostBlindSum);
+      for (int r = 0; r < kRows; ++r) large |= sum[r] > kMostBlindSum;
       if (ptx::vote_any(large)) move_up_by_weights(s, sum, follow);
     }
 #pragma unroll

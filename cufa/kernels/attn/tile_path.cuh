@@ -126,7 +126,10 @@ template <int kWarps> struct TilePath {
 
  private:
   DEVICE static KeyRange key_blocks(const Params& p, const Tile& tile, const MaskTiles& mask) {
-    KeyRange keys = cut_right(p, visible_keys(p, tile), tile.row0, kBlockM);
+    KeyRange seen = visible_keys(p, tile);
+    // A mask has no block past the end, where causal="top_left" may put what a window begins with.
+    if constexpr (kMask) seen.first = min_of(seen.first, ceil_div(p.seqlen_k, kBlockN) - 1);
+    KeyRange keys = cut_right(p, seen, tile.row0, kBlockM);
     if constexpr (kMask)
       keys.last = max_of(keys.first, mask.last(keys.last - 1).n) + 1;
     return keys;
