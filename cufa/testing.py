@@ -26,6 +26,7 @@ from cufa.bounds import Array, Exact, exact, fractions
 from cufa.bounds import to_numpy as to_numpy
 
 Shape = tuple[int, ...]
+Rectangle = tuple[int, int, int, int, float]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: What scores look like; each has broken some kernel. Queries and keys are normal noise times a
 #: factor, plus one common vector times another; for keys the latter depends on their place in the
@@ -159,6 +160,9 @@ class Case:
     mask: tuple[bool, ...] | None = None
     #: Fraction of keys that a mask hides, or a bias of -inf.
     hidden: float = 0.25
+    #: (top, bottom, left, right, hidden): what is hidden instead of queries top .. bottom - 1 and
+    #: keys left .. right - 1. Later ones lie over earlier ones.
+    rectangles: tuple[Rectangle, ...] = ()
     #: Whether some rows are hidden altogether.
     dead_rows: bool = False
     bias: tuple[bool, ...] | None = None
@@ -256,7 +260,10 @@ class Case:
 
     def _visible(self, rng: np.random.Generator, shape: Shape) -> NDArray[np.bool_]:
         dead = self.dead_rows * 0.3 > rng.random((*shape[:3], 1))
-        return (rng.random(shape) >= self.hidden) & ~dead
+        hidden = np.full(shape[2:], self.hidden)
+        for top, bottom, left, right, fraction in self.rectangles:
+            hidden[top:bottom, left:right] = fraction
+        return (rng.random(shape) >= hidden) & ~dead
 
     def _values(self) -> tuple[NDArray[np.float64], ...]:
         rng = np.random.default_rng([self.seed, 0])
@@ -316,6 +323,7 @@ _SIZES = st.builds(
     st.sampled_from([1, -1]),
     st.integers(-16, 32).map(lambda n: 10 ** (n / 8)) | st.integers(320, 440).map(lambda n: n / 4),
 )
+_FEW_TILES = st.integers(0, 4)
 _VARIES = st.tuples(*[st.booleans()] * 4)
 _BOUND = st.sampled_from([None, -1, 0, 1]) | st.integers(0, 200)
 #: Values of an option that is on.
@@ -362,6 +370,22 @@ def jumps(draw: st.DrawFn, /, seqlen_k: int) -> tuple[tuple[int, float], ...]:
 
 
 @st.composite
+def rectangles(draw: st.DrawFn, /, seqlen_q: int, seqlen_k: int) -> tuple[Rectangle, ...]:
+    """Parts of a mask that are whole, hidden or in between, most from where tiles may begin to
+    where they may end."""
+
+    def side(seqlen: int) -> tuple[int, int]:
+        tiles = st.builds(lambda tile, n: tile * n, st.sampled_from([32, 64, 128]), _FEW_TILES)
+        ends = st.sampled_from([0, seqlen]) | tiles.map(lambda n: min(n, seqlen))
+        low, high = sorted(draw(st.tuples(*[ends | st.integers(0, seqlen)] * 2)))
+        return low, high
+
+    fractions = st.sampled_from([0.0, 1.0, 0.5])
+    count = draw(st.integers(0, 4))
+    return tuple((*side(seqlen_q), *side(seqlen_k), draw(fractions)) for _ in range(count))
+
+
+@st.composite
 def cases(
     draw: st.DrawFn,
     /,
@@ -405,6 +429,7 @@ def cases(
     on = draw(st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES))) & {*features}
     scores = pick("scores", st.sampled_from(tuple(SCORES)))
     dtype = pick("dtype", st.sampled_from(dtypes))
+    painted = st.just(()) | rectangles(seqlen_q, seqlen_k)
     off = {name: st.just(False if name in ("causal", "sink") else None) for name in FEATURES}
     return Case(
         head_dim=head_dim,
@@ -422,6 +447,7 @@ def cases(
         v_size=pick("v_size", st.sampled_from([1.0, 1.0, 1.0, _LARGE[dtype]])),
         scale=pick("scale", st.sampled_from([None, None, None, 0.0, -0.3, 0.05, 1.0])),
         hidden=pick("hidden", st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])),
+        rectangles=pick("rectangles", painted if on & {"mask", "bias"} else st.just(())),
         dead_rows=pick("dead_rows", st.booleans()),
         extra_dtype=pick("extra_dtype", st.sampled_from(FLOATS)),
         q_memory=pick("q_memory", st.just(CONTIGUOUS) | memories()),
