@@ -247,8 +247,9 @@ class _MaskTiles(NamedTuple):
 
 def _mask_tiles(problem: Problem, key: KernelKey, tiles: int) -> _MaskTiles:
     assert problem.mask is not None
-    blocks = round_up(-(-problem.seqlen_k // key.config.block_n), 8)
-    of_tile = blocks // 8 + blocks * key.config.block_m * 4 // 2
+    real = -(-problem.seqlen_k // key.config.block_n)
+    blocks = round_up(real, 8)  # in whole words; only real ones have bits
+    of_tile = blocks // 8 + real * key.config.block_m * 4 // 2
     strides, count = [0, 0, 0], 1
     for axis, n in ((2, tiles), (1, problem.heads), (0, problem.batch)):
         if problem.mask.strides[axis]:
