@@ -197,6 +197,8 @@ class Case:
         largest = [few for few in fitting if len(few) == max(map(len, fitting))]
         keep = largest[self.seed % len(largest)]
         drop: dict[str, Any] = {f: False if f in ("causal", "sink") else None for f in on - keep}
+        if not keep & {"mask", "bias"}:
+            drop["rectangles"] = ()
         first = 97 if self.head_dim > 96 else 33
         first_v = max(first, 97 if self.head_dim_v > 96 else 33)
         sizes = first + (self.head_dim - 1) % 32, first_v + (self.head_dim_v - 1) % 32
@@ -429,8 +431,9 @@ def cases(
     on = draw(st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES))) & {*features}
     scores = pick("scores", st.sampled_from(tuple(SCORES)))
     dtype = pick("dtype", st.sampled_from(dtypes))
-    painted = st.just(()) | rectangles(seqlen_q, seqlen_k)
     off = {name: st.just(False if name in ("causal", "sink") else None) for name in FEATURES}
+    options = {name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()}
+    hides, painted = options["mask"] or options["bias"], rectangles(seqlen_q, seqlen_k)
     return Case(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -438,7 +441,7 @@ def cases(
         seqlen_k=seqlen_k,
         rank=rank,
         **counts,
-        **{name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()},
+        **options,
         dtype=dtype,
         algorithm=pick("algorithm", st.just("auto")),
         layout=pick("layout", st.sampled_from(["bhsd", "bshd"])),
@@ -447,7 +450,7 @@ def cases(
         v_size=pick("v_size", st.sampled_from([1.0, 1.0, 1.0, _LARGE[dtype]])),
         scale=pick("scale", st.sampled_from([None, None, None, 0.0, -0.3, 0.05, 1.0])),
         hidden=pick("hidden", st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])),
-        rectangles=pick("rectangles", painted if on & {"mask", "bias"} else st.just(())),
+        rectangles=pick("rectangles", painted if hides else st.just(())),
         dead_rows=pick("dead_rows", st.booleans()),
         extra_dtype=pick("extra_dtype", st.sampled_from(FLOATS)),
         q_memory=pick("q_memory", st.just(CONTIGUOUS) | memories()),
