@@ -26,6 +26,7 @@ from cufa.bounds import Array, Exact, exact, fractions
 from cufa.bounds import to_numpy as to_numpy
 
 Shape = tuple[int, ...]
+Rectangle = tuple[int, int, int, int, float]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: What scores look like; each has broken some kernel. Queries and keys are normal noise times a
 #: factor, plus one common vector times another; for keys the latter depends on their place in the
@@ -159,6 +160,9 @@ class Case:
     mask: tuple[bool, ...] | None = None
     #: Fraction of keys that a mask hides, or a bias of -inf.
     hidden: float = 0.25
+    #: (top, bottom, left, right, hidden): what is hidden instead of queries top .. bottom - 1 and
+    #: keys left .. right - 1. Later ones lie over earlier ones.
+    rectangles: tuple[Rectangle, ...] = ()
     #: Whether some rows are hidden altogether.
     dead_rows: bool = False
     bias: tuple[bool, ...] | None = None
@@ -193,6 +197,8 @@ class Case:
         largest = [few for few in fitting if len(few) == max(map(len, fitting))]
         keep = largest[self.seed % len(largest)]
         drop: dict[str, Any] = {f: False if f in ("causal", "sink") else None for f in on - keep}
+        if not keep & {"mask", "bias"}:
+            drop["rectangles"] = ()
         first = 97 if self.head_dim > 96 else 33
         first_v = max(first, 97 if self.head_dim_v > 96 else 33)
         sizes = first + (self.head_dim - 1) % 32, first_v + (self.head_dim_v - 1) % 32
@@ -256,7 +262,10 @@ class Case:
 
     def _visible(self, rng: np.random.Generator, shape: Shape) -> NDArray[np.bool_]:
         dead = self.dead_rows * 0.3 > rng.random((*shape[:3], 1))
-        return (rng.random(shape) >= self.hidden) & ~dead
+        hidden = np.full(shape[2:], self.hidden)
+        for top, bottom, left, right, fraction in self.rectangles:
+            hidden[top:bottom, left:right] = fraction
+        return (rng.random(shape) >= hidden) & ~dead
 
     def _values(self) -> tuple[NDArray[np.float64], ...]:
         rng = np.random.default_rng([self.seed, 0])
@@ -316,6 +325,7 @@ _SIZES = st.builds(
     st.sampled_from([1, -1]),
     st.integers(-16, 32).map(lambda n: 10 ** (n / 8)) | st.integers(320, 440).map(lambda n: n / 4),
 )
+_FEW_TILES = st.integers(0, 4)
 _VARIES = st.tuples(*[st.booleans()] * 4)
 _BOUND = st.sampled_from([None, -1, 0, 1]) | st.integers(0, 200)
 #: Values of an option that is on.
@@ -359,6 +369,22 @@ def jumps(draw: st.DrawFn, /, seqlen_k: int) -> tuple[tuple[int, float], ...]:
     block = st.builds(lambda tile, n: tile * n, st.sampled_from([16, 64, 128]), st.integers(0, 3))
     keys = st.integers(0, max(0, seqlen_k - 1)) | block.map(lambda n: min(n, seqlen_k))
     return tuple(draw(st.lists(st.tuples(keys, _SIZES), min_size=1, max_size=4)))
+
+
+@st.composite
+def rectangles(draw: st.DrawFn, /, seqlen_q: int, seqlen_k: int) -> tuple[Rectangle, ...]:
+    """Parts of a mask that are whole, hidden or in between, most from where tiles may begin to
+    where they may end."""
+
+    def side(seqlen: int) -> tuple[int, int]:
+        tiles = st.builds(lambda tile, n: tile * n, st.sampled_from([32, 64, 128]), _FEW_TILES)
+        ends = st.sampled_from([0, seqlen]) | tiles.map(lambda n: min(n, seqlen))
+        low, high = sorted(draw(st.tuples(*[ends | st.integers(0, seqlen)] * 2)))
+        return low, high
+
+    fractions = st.sampled_from([0.0, 1.0, 0.5])
+    count = draw(st.integers(0, 4))
+    return tuple((*side(seqlen_q), *side(seqlen_k), draw(fractions)) for _ in range(count))
 
 
 @st.composite
@@ -406,6 +432,8 @@ def cases(
     scores = pick("scores", st.sampled_from(tuple(SCORES)))
     dtype = pick("dtype", st.sampled_from(dtypes))
     off = {name: st.just(False if name in ("causal", "sink") else None) for name in FEATURES}
+    options = {name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()}
+    hides, painted = options["mask"] or options["bias"], rectangles(seqlen_q, seqlen_k)
     return Case(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -413,7 +441,7 @@ def cases(
         seqlen_k=seqlen_k,
         rank=rank,
         **counts,
-        **{name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()},
+        **options,
         dtype=dtype,
         algorithm=pick("algorithm", st.just("auto")),
         layout=pick("layout", st.sampled_from(["bhsd", "bshd"])),
@@ -422,6 +450,7 @@ def cases(
         v_size=pick("v_size", st.sampled_from([1.0, 1.0, 1.0, _LARGE[dtype]])),
         scale=pick("scale", st.sampled_from([None, None, None, 0.0, -0.3, 0.05, 1.0])),
         hidden=pick("hidden", st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])),
+        rectangles=pick("rectangles", painted if hides else st.just(())),
         dead_rows=pick("dead_rows", st.booleans()),
         extra_dtype=pick("extra_dtype", st.sampled_from(FLOATS)),
         q_memory=pick("q_memory", st.just(CONTIGUOUS) | memories()),

@@ -18,17 +18,18 @@ from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Order, Schedule
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiles import ALIGNED, BY_TMA, feature_sets, name_of, places
+from tiles import ALIGNED, BY_MASK_TILES, BY_TMA, feature_sets, name_of, places
 
 import cufa
 from cufa import reference
 from cufa.bounds import exact
 from cufa.gpu import config, plan
-from cufa.gpu.config import Scores, element_bytes
+from cufa.gpu.config import MASK_TILES, Scores, element_bytes
 from cufa.gpu.device import Device
-from cufa.gpu.plan import KernelKey
+from cufa.gpu.plan import KernelKey, _mask_tiles_key
 from cufa.gpu.registry import KERNELS
 from cufa.options import FLOAT_DTYPES, ITEMSIZE
+from cufa.problem import MAX_SEQLEN
 from cufa.testing import (
     SCORES,
     Case,
@@ -103,6 +104,7 @@ def lengths(tile: int, blocks: int) -> st.SearchStrategy[int]:
 def cases_of(draw: st.DrawFn, key: KernelKey) -> Case:
     """Problems that one unit serves."""
     run = 16 // ITEMSIZE[key.dtype] if key.aligned else 1
+    seqlen_k = lengths(key.config.block_n, 3) | st.just(1 if key.kernel in BY_TMA else 0)
     head_dims = [
         st.sampled_from(range(d - 32 + run, d + 1, run)) for d in (key.head_dim, key.head_dim_v)
     ]
@@ -115,17 +117,21 @@ def cases_of(draw: st.DrawFn, key: KernelKey) -> Case:
     modified = key.bias or key.alibi or key.softcap
     scales = [None, 0.05, 1.0] if key.fold_scale else [0.0, -0.3] + [None, 1.0] * bool(modified)
     varies = st.tuples(*[st.booleans()] * 4)
+    # Those that look at masks first take none that is repeated along the keys.
+    repeats = not (key.mask and key.kernel in BY_MASK_TILES)
+    if not repeats:
+        seqlen_k = seqlen_k.map(lambda n: max(n, 2))
     return draw(
         cases(
             dtype=key.dtype,
             head_dim=head_dims[0],
             head_dim_v=head_dims[1],
             seqlen_q=lengths(key.config.block_m, 2),
-            seqlen_k=lengths(key.config.block_n, 3) | st.just(1 if key.kernel in BY_TMA else 0),
+            seqlen_k=seqlen_k,
             max_elements=1 << 22,
             causal=causal,
             window=None if window == (None, None) else window,
-            mask=varies if key.mask else None,
+            mask=varies.map(lambda axes: (*axes[:3], axes[3] or not repeats)) if key.mask else None,
             bias=varies if key.bias else None,
             extra_dtype=key.bias or "float32",
             alibi=st.sampled_from([1, 2]) if key.alibi else None,
@@ -136,6 +142,7 @@ def cases_of(draw: st.DrawFn, key: KernelKey) -> Case:
             q_memory=placements(key, offset=not key.aligned),
             k_memory=placements(key),
             v_memory=placements(key),
+            extra_memory=memories(axes=4, repeat=repeats),
         )
     )
 
@@ -206,10 +213,14 @@ def unlike(keys: Iterable[KernelKey]) -> Iterator[KernelKey]:
         seen |= facts
 
 
-@pytest.mark.parametrize("kernel", sorted({spec.name for spec in KERNELS}))
+@pytest.mark.parametrize("kernel", [*sorted({spec.name for spec in KERNELS}), MASK_TILES])
 def test_every_line_of_a_kernel_is_executed(kernel: str) -> None:
-    keys = list(unlike(key for key in SAMPLE if key.kernel == kernel))
-    libraries = [build.library(Unit.of(kernel, key.defines(), "coverage")) for key in keys]
+    if kernel == MASK_TILES:
+        keys = [key for key in SAMPLE if key.kernel in BY_MASK_TILES and key.mask]
+        covered = list({_mask_tiles_key(key): None for key in keys})
+    else:
+        covered = keys = list(unlike(key for key in SAMPLE if key.kernel == kernel))
+    libraries = [build.library(Unit.of(kernel, key.defines(), "coverage")) for key in covered]
     coverage.forget(libraries)
     for key in keys:
         run_cases(key, "coverage", 3)
@@ -314,6 +325,28 @@ def test_a_mask_of_one_key_counts_as_one_that_varies_by_key() -> None:
     options = {"mask": random.random((90, 1)) < 0.5}
     result = attention(Emulator(90), q, k, v, return_lse=True, algorithm="fa3", **options)
     assert_within_rounding(result, exact(q, k, v, **options))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@given(
+    seqlen_q=st.integers(1, 100),
+    seqlen_k=st.sampled_from([1 << 24, 1 << 27, MAX_SEQLEN]),
+    power=st.integers(-30, 0),
+)
+@settings(max_examples=settings.default.max_examples // 5)
+def test_alibi_holds_where_float32_no_longer_tells_keys_apart(
+    dtype: str, seqlen_q: int, seqlen_k: int, power: int
+) -> None:
+    """Queries that see the first keys alone, which are as far away as they can be."""
+    q, row = np.ones((seqlen_q, 32), dtype), np.ones((1, 32), dtype)
+    k = np.broadcast_to(row, (seqlen_k, 32))  # one key and value in memory
+    options: dict[str, Any] = {"causal": "top_left", "return_lse": True}
+    slopes = np.array([2.0**power], np.float32)
+    result = attention(emulator(80), q, k, k, alibi_slopes=slopes, **options)
+    i, j = np.ogrid[:seqlen_q, :seqlen_q]
+    bias = -slopes.astype(np.float64) * (i + seqlen_k - seqlen_q - j)
+    first = k[:seqlen_q]
+    assert_within_rounding(result, exact(q, first, first, bias=bias, causal="top_left"))
 
 
 def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:

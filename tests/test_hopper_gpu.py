@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import cufa
@@ -177,6 +177,8 @@ def test_fa3_and_fa2_agree_within_rounding(cupy: Any, case: Case) -> None:
     """Whatever masks and changes of scores there are; and both with the formula."""
     case = case.few_kernels()
     arrays, options = case.arrays(cupy), {**case.options(cupy), "return_lse": True}
+    # Masks that are repeated along the keys are for fa2 alone.
+    assume(cufa.explain(*arrays, **options).algorithm == "fa3")
     expected = case.exact()
     out, lse = (to_numpy(a) for a in cufa.attention(*arrays, **options | {"algorithm": "fa2"}))
     assert_within_rounding((out, lse), expected)

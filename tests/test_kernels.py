@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiles import ARCHS, HEAD_DIMS, name_of, units
+from tiles import ARCHS, HEAD_DIMS, mask_units, name_of, units
 
 import cufa
 from cufa.gpu import build, config
@@ -26,8 +26,10 @@ from cufa.gpu.warmup import _call, _Features
 from cufa.options import FLOAT_DTYPES
 from cufa.problem import make_problem
 
+UNITS = [key for arch in ARCHS for key in (*units(arch), *mask_units(arch))]
 
-@pytest.mark.parametrize("key", [key for arch in ARCHS for key in units(arch)], ids=name_of)
+
+@pytest.mark.parametrize("key", UNITS, ids=name_of)
 def test_every_tile_compiles_without_spills(key: KernelKey) -> None:
     code, log = build.compile_key(key, verbose=True)
     assert code.startswith(b"\x7fELF")
@@ -128,9 +130,9 @@ def test_lines_of_kernels_and_of_the_emulator_fit_a_page() -> None:
                 assert len(line) <= 100, f"{path.name}:{number}"
 
 
-@pytest.mark.parametrize("kernel", sorted({spec.name for spec in KERNELS}))
+@pytest.mark.parametrize("kernel", sorted({key.kernel for key in UNITS}))
 def test_the_cache_key_sees_every_header(kernel: str, kernels: Path) -> None:
-    key = next(key for key in units(90) if key.kernel == kernel)
+    key = next(key for key in UNITS if (key.kernel, key.arch) == (kernel, 90))
     seen = {build._cache_key(key)}
     assert seen == {build._cache_key(key)}
     headers = included(kernels, f"{kernel}.cu")

@@ -17,6 +17,7 @@ from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
 from emulator.faults_fa1 import FA1_FWD, FA1_FWD_SIMT
 from emulator.faults_fa3 import FA3_FWD_SM90
 from emulator.faults_hopper import LINEAR_ATTENTION_SM90
+from emulator.faults_mask import MASK_TILES
 from emulator.faults_wide import FA2_FWD_FLOAT32, FA2_FWD_FLOAT64
 from emulator.machine import Emulator, attention, emulator, kernel_key
 from emulator.run import Counts, KernelError, Kind, Order, Schedule
@@ -43,6 +44,7 @@ FAULTS = {
     "fa1_fwd": FA1_FWD,
     "fa1_fwd_simt": FA1_FWD_SIMT,
     "fa3_fwd_sm90": FA3_FWD_SM90,
+    "fa3_fwd_sm90 mask": MASK_TILES,
     "linear_attention_sm90": LINEAR_ATTENTION_SM90,
 }
 #: What nobody does has no place in the kernel, nor has what is found at the end.

@@ -198,7 +198,8 @@ def test_when_time_is_up_what_is_in_force_stays(tmp_path):
     track = track_of(lambda tile: 1 / tile.block_m, now=lambda: float(next(ticks)))
     out = tmp_path / "late.json"
     assert tune.tune(options("--budget", "1", "--out", str(out)), track) == 0
-    assert {*track.rig.clock.timed} == {key_of(workload(40, 64), CARD, "auto").config}
+    works = [workload(n, 64, causal=causal) for n in (40, 80) for causal in (False, True)]
+    assert {*track.rig.clock.timed} == {key_of(work, CARD, "auto").config for work in works}
     tuning.read(out, [CARD.name])
 
 

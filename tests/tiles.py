@@ -14,7 +14,7 @@ from allpairspy import AllPairs
 from cufa.gpu import build
 from cufa.gpu.config import LENGTHS, Config, Scores, find_config
 from cufa.gpu.device import Device
-from cufa.gpu.plan import KernelKey
+from cufa.gpu.plan import KernelKey, _mask_tiles_key
 from cufa.gpu.registry import KERNELS
 
 ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
@@ -43,6 +43,8 @@ FEATURES: dict[Scores, dict[str, list[Any]]] = {
 ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
 #: Kernels that take what a tensor map describes only.
 BY_TMA = {spec.name for spec in KERNELS if spec.tma}
+#: Kernels that look at a mask first.
+BY_MASK_TILES = {spec.name for spec in KERNELS if spec.mask_tiles}
 #: Where the text of a kernel changes with the architecture.
 STEPS = {
     int(arch)
@@ -106,6 +108,18 @@ def units(arch: int) -> Iterator[KernelKey]:
         for j, (dtype, d, dv, causal) in enumerate(chosen):
             features = {**fitting[(i + arch + j * 5) % len(fitting)], "right": causal}
             yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
+
+
+def mask_units(arch: int) -> Iterator[KernelKey]:
+    """What looks at masks, for each tile of each kernel that asks for it, and all bounds."""
+    found = {
+        (kernel, tile): member
+        for (kernel, scores, tile), (member, *_) in places(arch).items()
+        if kernel in BY_MASK_TILES and scores in (Scores.MASKED, Scores.MIXED)
+    }
+    for ((kernel, tile), (dtype, d, dv, _)), left, right in product(found.items(), _BOTH, _BOTH):
+        features = {**feature_sets(Scores.MASKED)[0], "left": left, "right": right}
+        yield _mask_tiles_key(KernelKey(kernel, arch, dtype, d, dv, config=tile, **features))
 
 
 def text_of(arch: int) -> int:

@@ -113,6 +113,22 @@ def _hopper() -> dict[str, tuple[Case, ...]]:
     }
 
 
+def _masks() -> dict[str, tuple[Case, ...]]:
+    """Blocks of 128 queries and 128 keys. Of the first queries the second block is hidden, the
+    third one whole, and of the first one the first keys are; of the others, few see any key."""
+    first = ((0, 128, 0, 4, 0.0), (0, 128, 128, 256, 1.0), (0, 128, 256, 384, 0.0))
+    rectangles = (*first, (128, 200, 0, 400, 1.0), (140, 150, 380, 400, 0.5))
+    sizes = {"batch": 2, "head_dim": 32, "head_dim_v": 32, "dtype": "bfloat16"}
+    case = _case(200, 400, **sizes, mask=(True,) * 4, rectangles=rectangles)
+    repeated = replace(case, rectangles=(), mask=(False, True, False, True), causal=True)
+    return {
+        "blocks": (case, replace(case, seqlen_k=403)),
+        "apart": (replace(case, extra_memory=Memory(step=(1, 1, 1, 2), margin=(0, 0, 0, 1))),),
+        "odd": (replace(case, extra_memory=Memory(offset=1)),),
+        "repeated": (repeated,),
+    }
+
+
 _LINEAR = linear_attention.Problem
 Problem = Case | _LINEAR
 #: By kernel, and dtype if it is served differently.
@@ -131,6 +147,7 @@ PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     },
     "fa1_fwd_simt": _attention("float32"),
     "fa3_fwd_sm90": _hopper(),
+    "fa3_fwd_sm90 mask": _masks(),
     "linear_attention_sm90": {
         "plain": (_LINEAR(), _LINEAR(2, 2, 2, seqlen_q=129, seqlen_k=321)),
     },

@@ -31,10 +31,11 @@ FA2_FWD = (
     Fault("a bias's row past the end is read",             BOUNDS,     "bias",         # silent
           "attn/score_row.cuh", "min_of(query, p.seqlen_q - 1)", "query"),
     Fault("a bias is read past the last key",              BOUNDS,     "bias",         # silent
-          "attn/score_mod.cuh", "min_of(key, p.seqlen_k - 1)", "key"),
+          "attn/score_mod.cuh", "min_of(key0 + s.col(c), p.seqlen_k - 1)",
+          "(key0 + s.col(c))"),
     Fault("a mask is read past the last key",              BOUNDS,     "mask",         # silent
-          "attn/mask.cuh", "visible = visible && mask.at(key0 + col)",
-          "visible = mask.at(key0 + col) && visible"),
+          "attn/mask.cuh", "visible = visible && !hides(r, c)",
+          "visible = !hides(r, c) && visible"),
     Fault("a row past the end is stored",                  OUTPUT,     "plain",
           "attn/epilogue_mma.cuh", "if (row >= p.seqlen_q)", "if (row > p.seqlen_q)"),
     Fault("the lse of a row past the end is stored",       OUTPUT,     "plain",

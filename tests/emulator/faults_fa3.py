@@ -20,10 +20,11 @@ FA3_FWD_SM90 = (
           _PIPELINE, "to.slab(i), map", "to.slab(0), map"),
     # loads
     Fault("the first block of keys is not loaded",         DEADLOCK,   "plain",
-          _FILE, "n >= keys.first; n = job.before(n).n)", "n > keys.first; n = job.before(n).n)"),
+          _FILE, "n >= keys.first; n = job.before(n).n) {",
+          "n > keys.first; n = job.before(n).n) {"),
     Fault("Q is given back before its last product",       IN_FLIGHT,  "plain",        # at times
           _FILE, "if (next.n < first) pipes.q.give_back();",
-          "if (next.n == first) pipes.q.give_back();"),
+          "if (next.n <= first) pipes.q.give_back();"),
     # products
     Fault("S is not waited for",                           IN_FLIGHT,  "plain",
           _FILE, "ptx::wgmma_wait_group<1>();", "ptx::wgmma_wait_group<2>();"),
