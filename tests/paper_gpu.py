@@ -7,6 +7,7 @@ Its arrays are NumPy's, in host memory; its streams are numbers and do nothing.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
@@ -58,6 +59,8 @@ class PaperGpu:
 
     def __init__(self) -> None:
         self.waits: list[tuple[int, int]] = []
+        #: What memory was had and given back in stream order: what, bytes, stream.
+        self.in_order: list[tuple[str, int, int]] = []
         self.current = DEFAULT
         self.capturing = False
         self.device = 0
@@ -133,6 +136,15 @@ class PaperGpu:
             def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
                 self.owner, self.__array_interface__ = owner, {**interface, "version": 3}
 
+        class MemoryAsync:
+            """Had and given back in stream order."""
+
+            def __init__(self, size: int, stream: Any) -> None:
+                self.owner = np.empty(size, np.uint8)
+                self.ptr, self.size, self.stream = self.owner.ctypes.data, size, stream.ptr
+                gpu.in_order.append(("malloc", size, self.stream))
+                weakref.finalize(self.owner, gpu.in_order.append, ("free", size, self.stream))
+
         def ndarray(shape: Any, dtype: Any, memptr: Any = None, strides: Any = None) -> Any:
             if memptr is None:
                 return gpu.array(np.empty(shape, dtype))
@@ -157,7 +169,7 @@ class PaperGpu:
         module.zeros = lambda shape, dtype: gpu.array(np.zeros(shape, dtype))
         module.from_dlpack = lambda a: gpu.imported(a, gpu.current)
         cuda = module.cuda = ModuleType("cupy.cuda")
-        cuda.Device, cuda.Memory = _Device, Memory
+        cuda.Device, cuda.Memory, cuda.MemoryAsync = _Device, Memory, MemoryAsync
         cuda.Event, cuda.UnownedMemory, cuda.runtime = Event, UnownedMemory, runtime
         cuda.MemoryPointer = lambda mem, offset: SimpleNamespace(mem=mem)
         cuda.get_current_stream = lambda: SimpleNamespace(

@@ -79,27 +79,32 @@ def test_a_call_can_be_captured_into_a_graph(cupy, qkv, mode):
     np.testing.assert_array_equal(out.get(), cufa.attention(q, k, v, causal=True).get())
 
 
+@pytest.mark.parametrize("mode", ["Global", "Relaxed"])
 @pytest.mark.parametrize("algorithm", ["auto", "fa1"])
-def test_a_graph_keeps_the_memory_that_a_call_needs_beside_its_arrays(cupy, qkv, algorithm):
-    """Of looked-at masks on Hopper, and what FlashAttention-1 keeps from key block to key block."""
+def test_a_graph_owns_what_memory_calls_need_beside_their_arrays(cupy, qkv, algorithm, mode):
+    """For looked-at masks on Hopper, and for what FlashAttention-1 keeps from block to block."""
     q, k, v = qkv
-    n = q.shape[-2]
-    mask = cupy.random.random((n, n)) < 0.5
-    out = cupy.empty_like(q)
-    call = partial(cufa.attention, q, k, v, mask=mask, algorithm=algorithm, out=out)
+    masks = [cupy.random.random((200, 200)) < p for p in (0.3, 0.7)]
+    outs = [cupy.empty_like(q) for _ in masks]
+    calls = [
+        partial(cufa.attention, q, k, v, mask=mask, algorithm=algorithm, out=out)
+        for mask, out in zip(masks, outs, strict=True)
+    ]
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        want = call().copy()
-        stream.begin_capture()
-        call()
+        want = [call().copy() for call in calls]
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        for call in calls:
+            call()
         graph = stream.end_capture()
-        taken = [
-            cupy.full(size, 255, "uint8") for size in (1 << n for n in range(9, 24)) for _ in "ab"
-        ]
-        out.fill(cupy.nan)
-        graph.launch(stream)
-        assert bool((out == want).all())
+        sizes = [1 << n for n in range(9, 24)]
+        taken = [cupy.full(size, 255, "uint8") for size in sizes for _ in range(3)]
+        for _ in range(3):
+            for out in outs:
+                out.fill(cupy.nan)
+            graph.launch(stream)
+            assert all(bool((a == b).all()) for a, b in zip(outs, want, strict=True))
         assert all(bool((a == 255).all()) for a in taken)
 
 

@@ -9,8 +9,9 @@ from functools import lru_cache
 from typing import Any
 
 import cupy
+import numpy as np
 from cupy.cuda import Device as CudaDevice
-from cupy.cuda import Memory, MemoryPointer, get_current_stream, runtime
+from cupy.cuda import Memory, MemoryAsync, MemoryPointer, get_current_stream, runtime
 
 from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
@@ -45,8 +46,6 @@ _PAGE = 128
 _pages: list[Any] = []
 #: Their counters that no graph has yet, by device.
 _spare: defaultdict[int, list[Any]] = defaultdict(list)
-#: Workspaces of calls in CUDA graphs, kept for good likewise.
-_workspaces: list[Any] = []
 
 
 def _new_page(device: int) -> None:
@@ -97,10 +96,12 @@ class _Cards:
         return cupy.ndarray(shape, dtype)  # what cupy.empty calls
 
     def workspace(self, size: int, dtype: Any) -> Any:
-        made = self.empty((size,), dtype)
-        if _is_captured():
-            _workspaces.append(made)
-        return made
+        if not _is_captured():
+            return self.empty((size,), dtype)
+        # Memory that is had and given back in stream order while the stream is captured belongs to
+        # the graph. CuPy's pool may give its own to others before the graph runs.
+        memory = MemoryAsync(size * np.dtype(dtype).itemsize, get_current_stream())
+        return cupy.ndarray((size,), dtype, MemoryPointer(memory, 0))
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))

@@ -34,7 +34,7 @@ class Machine(Protocol):
 
     def workspace(self, size: int, dtype: Any) -> Any:
         """What the launches of one call share: an array for them to fill, of one axis. Where they
-        are being captured, theirs for as long as a graph may run."""
+        are being captured, the graph's own."""
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         """A copy of `a`, contiguous, of a dtype (None: its own) and starting at a multiple of 16
