@@ -146,7 +146,7 @@ class Looking(Emulator):
     """Looks at masks, and goes no further."""
 
     step: Step
-    workspace: NDArray[Any]
+    words: NDArray[np.uint64]
 
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
         return super().kernel(key, ordinal) if key.kernel == MASK_TILES else None
@@ -154,7 +154,7 @@ class Looking(Emulator):
     def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
         if step.key.kernel == MASK_TILES:
             super().launch(kernel, step, buffers)
-            self.step, self.workspace = step, buffers.workspace
+            self.step, self.words = step, buffers.workspace.view(np.uint64)
 
     def found(self, batch: int, head: int, tile: int, seqlen_k: int) -> tuple[Any, Bools]:
         """Of a query tile what is found of each key block, shape (blocks,), and of each of its rows
@@ -162,7 +162,7 @@ class Looking(Emulator):
         params, config = self.step.params.view(PARAMS)[0], self.step.key.config
         first = int(np.dot(list(params["mask_tiles_stride"]), (batch, head, tile)))
         blocks = -(-seqlen_k // config.block_n)
-        words = self.workspace.view(np.uint64)[first:]
+        words = self.words[first:]
         told = words.view(np.uint8)[:blocks]
         bits = words[-(-blocks // 8) :].view(np.uint32)[: blocks * config.block_m * 4]
         # Bit 2 e + o of lane t of a quad is column 8 e + 2 t + o.

@@ -18,37 +18,40 @@ struct Survey {
   const Tile& tile;
   const MaskTiles to;
   const int n;
-  bool any = false, missing = false;  // of the elements that this lane has read
+  u32 any = 0, missing = 0;  // of the elements that this lane has read
 
-  // Whether the mask leaves keys key .. key + 3 of a row; not those past the end.
-  template <bool kRuns> DEVICE void read(bool (&visible)[4], int row, int key) {
+  // Bit j: whether the mask leaves key + j of a row; none past the end.
+  template <bool kRuns> DEVICE u32 read(int row, int key) {
     const ScoreRow<u8> mask(p.mask, p.mask_stride, p, tile, row);
     Vec<u8, 4> found{};
     if (kRuns && key < p.seqlen_k) found = mask.template run<4>(key);
+    u32 visible = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (!kRuns && key + j < p.seqlen_k) found.x[j] = mask.at(key + j);
-      visible[j] = found.x[j] != 0;
-      const bool exists = key + j < p.seqlen_k && row < p.seqlen_q;
-      any |= exists && visible[j];
-      missing |= exists && !visible[j];
+      visible |= u32(found.x[j] != 0) << j;
     }
+    return visible;
   }
 
   template <bool kRuns> DEVICE BlockMask run() {
     const int key = n * kBlockN + 4 * lane();
+    const int keys = 4 * lane() < kBlockN ? min_of(4, max_of(0, p.seqlen_k - key)) : 0;
+    const u32 existing = 0x11111111u * ((1u << keys) - 1);
     for (int row0 = 0; row0 < kBlockM; row0 += kRows) {
-      bool visible[kRows][4] = {};
+      u32 visible = 0;  // four bits for each row
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
-        if (4 * lane() < kBlockN) read<kRuns>(visible[i], tile.row0 + row0 + i, key);
+        if (4 * lane() < kBlockN) visible |= read<kRuns>(tile.row0 + row0 + i, key) << 4 * i;
+      any |= visible;
+      missing |= existing & ~visible;
       u32 bits = 0;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         // Lane q of a quad has columns 2 q and 2 q + 1 of each eight, which two lanes have read.
         u32 votes[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) votes[j] = ptx::vote_ballot(visible[i][j]);
+        for (int j = 0; j < 4; ++j) votes[j] = ptx::vote_ballot(visible >> (4 * i + j) & 1);
         const bool second = lane() & 1, upper = lane() & 2;
         const u32 even = (second ? votes[2] : votes[0]) >> upper;
         const u32 odd = (second ? votes[3] : votes[1]) >> upper;
@@ -56,8 +59,8 @@ struct Survey {
       }
       to.bits(p, n, row0 + lane() / 4) = bits;
     }
-    if (!ptx::vote_any(any)) return kHidden;
-    return ptx::vote_any(missing) ? kCut : kWhole;
+    if (!ptx::vote_any(any != 0)) return kHidden;
+    return ptx::vote_any(missing != 0) ? kCut : kWhole;
   }
 };
 

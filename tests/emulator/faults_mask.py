@@ -17,11 +17,12 @@ MASK_TILES = (
     Fault("rows of a block change places",                 WRONG,      "blocks",
           _LOOK, "if (lane() / 4 == i)", "if ((lane() / 4 ^ 1) == i)"),
     Fault("no key is missed",                              WRONG,      "blocks",
-          _LOOK, "missing |= exists && !visible[j];", ""),
+          _LOOK, "missing |= existing & ~visible;", ""),
     Fault("no key is seen",                                WRONG,      "blocks",
-          _LOOK, "any |= exists && visible[j];", ""),
+          _LOOK, "any |= visible;", ""),
     Fault("only the first four keys tell what is missed",  WRONG,      "blocks",
-          _LOOK, "return ptx::vote_any(missing) ? kCut", "return missing ? kCut"),
+          _LOOK, "return ptx::vote_any(missing != 0) ? kCut",
+          "return missing != 0 ? kCut"),
     Fault("keys that lie apart are read side by side",     BOUNDS,     "apart",
           "attn/score_row.cuh", "return s.key == 1 &&", "return"),
     Fault("four keys are read from an odd address",        UNDEFINED,  "odd",          # silent
@@ -54,7 +55,6 @@ MASK_TILES = (
     Fault("all rows have the bits of a lane's first",      WRONG,      "blocks",
           _INPUTS, "Fragment::row(r));\n    }", "Fragment::row(0));\n    }"),
     Fault("each lane begins blind blocks by itself",       DIVERGENCE, "blocks",
-          _FILE, "!uniform(ptx::bar_red_or(!has, kBegun + warpgroup, 128))",
-          "has"),
+          _FILE, "ptx::bar_red_or(", "[](bool x, int, int) { return x; }("),
 )
 # fmt: on
