@@ -44,8 +44,8 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 #: Between them these reach every tile: 75 has the least shared memory, 86 the least of those with
 #: all kernels but Hopper's, 80 is between, 100 has rows of its own.
 ARCHS = (75, 80, 86, 90, 100)
-#: Units of each tile; one where scores are not modified and the tile serves modified ones too.
-UNITS = 4
+#: Units of each tile and kind of scores; one where they are plain and the tile serves others too.
+UNITS = defaultdict(lambda: 3, {Scores.MIXED: 5})
 ALGORITHM = {spec.name: spec.algorithm for spec in KERNELS}
 #: Few kernels serve these.
 few_cases = partial(cases, features=["causal"], head_dims=st.integers(1, 64))
@@ -70,9 +70,11 @@ def sampled_units() -> Iterator[KernelKey]:
     for i, ((kernel, scores, size, tile), fitting) in enumerate(members.items()):
         fitting.sort(key=lambda member: member[2] + member[3])  # small ones run fastest
         dtypes = sorted({member[1] for member in fitting})
-        modified = scores == Scores.MIXED
-        shared = not modified and (kernel, Scores.MIXED, size, tile) in members
-        for j in range(1 if shared else UNITS):
+        more = (kind for kind in Scores if kind > scores)
+        shared = scores < Scores.MASKED and any(
+            (kernel, kind, size, tile) in members for kind in more
+        )
+        for j in range(1 if shared else UNITS[scores]):
             of_dtype = [m for m in fitting if m[1] == dtypes[(i + j) % len(dtypes)]]
             arch, dtype, d, dv, causal = of_dtype[j % len(of_dtype)]
             features = {**next(next_features[kernel, scores]), "right": causal}
