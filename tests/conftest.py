@@ -61,8 +61,8 @@ def fit(xp: ModuleType) -> Callable[[Case], Case]:
 
 
 @pytest.fixture
-def busy(cupy: Any) -> Callable[[], None]:
-    """Puts work of a tenth of a second into CuPy's current stream."""
+def busy(cupy: Any) -> Callable[..., None]:
+    """Puts work of a tenth of a second, or so many, into CuPy's current stream."""
     return spinning(cupy)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from cufa.testing import numpy_dtype
 
 SHAPE = (2, 4, 200, 64)
-BUSY_CYCLES = 200_000_000  # a tenth of a second on any card
+BUSY_CYCLES = 2_000_000_000  # of a second, on any card about
 _SPIN = """
 extern "C" __global__ void spin(long long cycles) {
   const long long start = clock64();
@@ -19,12 +19,16 @@ extern "C" __global__ void spin(long long cycles) {
 """
 
 
-def spinning(cupy: Any) -> Callable[[], None]:
-    """Puts work of a tenth of a second into CuPy's current stream; compiled."""
+def spinning(cupy: Any) -> Callable[..., None]:
+    """Puts work of so many seconds into CuPy's current stream; compiled."""
     spin = cupy.RawKernel(_SPIN, "spin")
     spin((1,), (1,), (np.int64(1),))
     cupy.cuda.Device().synchronize()
-    return lambda: spin((1,), (1,), (np.int64(BUSY_CYCLES),))
+
+    def busy(seconds: float = 0.1) -> None:
+        spin((1,), (1,), (np.int64(seconds * BUSY_CYCLES),))
+
+    return busy
 
 
 def normal(cupy: Any, *shape: int, dtype: str = "float16") -> Any:

@@ -64,7 +64,7 @@ def test_out_is_read_after_it_is_written(cupy, busy, streams, qkv, want):
 def test_the_call_does_not_wait_for_either_stream(cupy, busy, streams, qkv, want):
     theirs = streams[1]
     with theirs:
-        busy()
+        busy(2)  # longer than a call takes on a card that is busy otherwise too
         done = theirs.record()
     cufa.attention(*(InterfaceOnly(a, theirs.ptr) for a in qkv))
     assert not done.done, "the call came back only after the lender's work had finished"

@@ -37,7 +37,7 @@ def tensors(torch, cupy, qkv):
 
 
 def torch_busy(torch):
-    torch.cuda._sleep(BUSY_CYCLES)
+    torch.cuda._sleep(BUSY_CYCLES // 10)
 
 
 def test_torch_is_waited_for_and_waits(torch, streams, tensors, want):
