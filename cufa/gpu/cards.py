@@ -77,9 +77,8 @@ def _with_maps(step: Step, *addresses: int) -> Any:
     return params
 
 
-def _is_captured() -> bool:
-    """Whether CuPy's current stream is being captured."""
-    stream = get_current_stream().ptr
+def _is_captured(stream: int) -> bool:
+    """Whether a stream is being captured."""
     return stream not in _LEGACY and bool(runtime.streamIsCapturing(stream))
 
 
@@ -96,11 +95,12 @@ class _Cards:
         return cupy.ndarray(shape, dtype)  # what cupy.empty calls
 
     def workspace(self, size: int, dtype: Any) -> Any:
-        if not _is_captured():
+        stream = get_current_stream()
+        if not _is_captured(stream.ptr):
             return self.empty((size,), dtype)
         # Memory that is had and given back in stream order while the stream is captured belongs to
         # the graph. CuPy's pool may give its own to others before the graph runs.
-        memory = MemoryAsync(size * np.dtype(dtype).itemsize, get_current_stream())
+        memory = MemoryAsync(size * np.dtype(dtype).itemsize, stream)
         return cupy.ndarray((size,), dtype, MemoryPointer(memory, 0))
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
@@ -108,7 +108,7 @@ class _Cards:
 
     def tickets(self) -> Any:
         device, stream = runtime.getDevice(), get_current_stream().ptr
-        if _is_captured():
+        if _is_captured(stream):
             return _counter_of_graph(device)
         found = _counters.by_stream.get((device, stream))
         if found is None:

@@ -237,9 +237,9 @@ def make_plan(problem: Problem, device: Device) -> Plan:
         _maps(problem, key.config) if spec.tma else (),
         spec.persistent,
     )
-    steps = *(Step(k, mask_work, params, k.config.threads, k.smem_bytes) for k in before), step
-    bytes_shared = heads * tiles * key.state_bytes + 8 * mask.words
-    return Plan(steps, bytes_shared // ITEMSIZE[problem.accumulator])
+    looks = (Step(k, mask_work, params, k.config.threads, k.smem_bytes) for k in before)
+    shared_bytes = heads * tiles * key.state_bytes + 8 * mask.words
+    return Plan((*looks, step), shared_bytes // ITEMSIZE[problem.accumulator])
 
 
 class _MaskTiles(NamedTuple):
@@ -256,7 +256,7 @@ def _mask_tiles(problem: Problem, key: KernelKey, tiles: int) -> _MaskTiles:
     assert problem.mask is not None
     existing = -(-problem.seqlen_k // key.config.block_n)
     blocks = round_up(existing, 8)
-    of_tile = blocks // 8 + existing * key.config.block_m * 4 // 2
+    of_tile = blocks // 8 + existing * key.config.block_m * 2  # a row of a block has four u32
     strides, count = [0, 0, 0], 1
     for axis, n in ((2, tiles), (1, problem.heads), (0, problem.batch)):
         if problem.mask.strides[axis]:
