@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from cufa.bounds import exact
 from cufa.errors import ArgumentError, DeviceError, UnsupportedError
 from cufa.options import FLOAT_DTYPES
 from cufa.testing import assert_within_rounding
-from cufa.tools import bench, layer, peers, picture, rigs
+from cufa.tools import bench, layer, peers, picture, rigs, timing
 from cufa.tools.peers import PEERS, Peer
 from cufa.tools.results import COLUMNS, Report, Result
 from cufa.tools.timing import (
@@ -171,6 +172,29 @@ def test_a_burst_has_at_least_one_call_and_fits_the_queue(ms):
     clock = Scripted(a=ms)
     compare([idle("a")], clock, 1)
     assert 1 <= clock.bursts[-1][1] <= MAX_CALLS
+
+
+@given(count=st.integers(1, 9), seconds=st.floats(0, 30))
+def test_a_sustained_burst_begins_after_so_much_work_and_does_not_count_it(count, seconds):
+    now = [0.0]
+
+    def call():
+        now[0] += 1  # a second
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        burst = HostClock(seconds).burst(Contender("a", [call]), count)
+    assert burst.ms == 1000
+    before = now[0] - count
+    assert seconds <= before < seconds + count + 1
+
+
+def test_only_a_length_of_time_is_one(capsys):
+    assert options("--sustained", "1.5").sustained == 1.5
+    for text in ("-1", "nan", "inf", "soon"):
+        with pytest.raises(SystemExit):
+            options("--sustained", text)
+        assert "--sustained" in capsys.readouterr().err
 
 
 def test_who_raises_is_named_with_the_reason_and_the_others_are_timed():

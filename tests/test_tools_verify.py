@@ -324,7 +324,8 @@ def test_the_kernel_named_is_the_one_launched(case):
     held = Arrays(*arrays, **given)
     call = sign(held, **plain, return_lse=True, algorithm="auto")
     launch.run(machine, call._replace(aligned=are_aligned(held)), held)
-    assert [step.key.kernel for step, _ in machine.launched] == [CARD.kernel(*arrays, **options)]
+    *_, (last, _) = machine.launched  # before it may come what looks at a mask
+    assert last.key.kernel == CARD.kernel(*arrays, **options)
 
 
 @settings(max_examples=30)

@@ -30,6 +30,7 @@ from cufa.tools.shapes import (
     check_file,
     make_workload,
     positive,
+    seconds,
 )
 from cufa.tools.timing import Contender, Figures, compare, reason
 from cufa.tools.workloads import HOST_AMOUNT, PRESETS, Workload, copies_beyond, draw
@@ -68,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(peer.name for peer in PEERS)
     add("--peer", nargs="+", metavar="NAME", help=f"none, or of: {names}; default all installed")
     add("--rounds", type=positive, default=7, metavar="N", help="bursts of each; default 7")
+    add(
+        "--sustained",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="let each work so long before its bursts, in place of a rest",
+    )
     add("--json", nargs="?", const="-", metavar="FILE", help="every figure; without FILE to stdout")
     add("--markdown", metavar="FILE", help="a table for documents")
     add("--plot", metavar="FILE.png", help="a picture")
@@ -75,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write what was asked for; the exit status is 1 if nothing could be measured."""
-    return bench(options, make_rig(options.backend))
+    return bench(options, make_rig(options.backend, options.sustained))
 
 
 def bench(options: argparse.Namespace, rig: Rig) -> int:
@@ -85,6 +93,8 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
     _check_outputs(options)
     algorithms = options.algorithm or [a for a in _ALGORITHMS if _is_there(a, rig)]
     facts = {"cufa": cufa.__version__, **rig.facts, **peers.versions()}
+    if options.sustained:
+        facts["sustained"] = f"{options.sustained:g} s"
     report = Report(rig.backend, facts, options.rounds, missing)
     steps = options.rounds * (len(algorithms) + len(chosen))
     with rig.stream(), counting("bench") as show:

@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cufa.tools.timing import IDLE_S, Burst, Contender
+from cufa.tools.timing import IDLE_S, Burst, Contender, keep_busy
 
 #: The library of arrays.
 xp: Any = cupy
@@ -30,9 +30,16 @@ _MOST_NS = 100_000_000
 
 
 class CudaClock:
-    """Times bursts in CuPy's current stream by its events."""
+    """Times bursts in CuPy's current stream by its events.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    sustained : float, default 0
+        Seconds of work before each burst, in place of an idle gap.
+    """
+
+    def __init__(self, sustained: float = 0.0) -> None:
+        self._sustained = sustained
         self._gate = cupy.RawKernel(_GATE, "gate")
         self._memory = cupy.cuda.alloc_pinned_memory(4)
         self._is_open: Any = np.frombuffer(self._memory, np.uint32, 1)
@@ -42,7 +49,10 @@ class CudaClock:
         calls = list(islice(cycle(contender.calls), count))
         with contender.around():
             cupy.cuda.runtime.deviceSynchronize()
-            time.sleep(IDLE_S)
+            if self._sustained:
+                keep_busy(calls, self._sustained, contender.finish or _wait)
+            else:
+                time.sleep(IDLE_S)
             if contender.finish is not None:
                 return _between_bursts(calls, contender.finish)
             self._is_open[0] = 0
@@ -60,6 +70,10 @@ class CudaClock:
             self._stop.synchronize()
         ms = cupy.cuda.get_elapsed_time(self._start, self._stop) / count
         return Burst(ms, host / count * 1e6)
+
+
+def _wait(result: Any) -> None:
+    cupy.cuda.runtime.deviceSynchronize()
 
 
 def _between_bursts(calls: list[Callable[[], Any]], finish: Callable[[Any], Any]) -> Burst:

@@ -48,8 +48,8 @@ class Rig:
     release: Callable[[], Any] = lambda: None
 
 
-def make_rig(backend: str | None = None) -> Rig:
-    """The rig of a backend; by default the card if there is one.
+def make_rig(backend: str | None = None, sustained: float = 0.0) -> Rig:
+    """The rig of a backend; by default the card if there is one. `sustained` is its clock's.
 
     Raises
     ------
@@ -68,12 +68,12 @@ def make_rig(backend: str | None = None) -> Rig:
             "processors": os.cpu_count(),
             "NumPy": np.__version__,
         }
-        return Rig("numpy", np, HostClock(), host_extra_bytes, facts)
+        return Rig("numpy", np, HostClock(sustained), host_extra_bytes, facts)
     from cufa.tools import card
 
     stream = card.new_stream()
     with stream:
-        clock = card.CudaClock()
+        clock = card.CudaClock(sustained)
     return Rig(
         "cupy",
         card.xp,

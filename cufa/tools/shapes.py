@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """An option that is a length of time, or none."""
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, 0 or more")
     return number
 
 

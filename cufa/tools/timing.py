@@ -3,7 +3,8 @@
 A GPU slows down as it warms up, and in a fixed order whoever runs after a slow contender gains
 from the rest that it had. So each burst begins with an idle gap, and each round has an order of its
 own. A burst's kernels are queued behind one that waits for the host to be ready, so that host time
-does not count.
+does not count. In a sustained run the contender works before its burst instead, as long as it takes
+for the card to be as warm as its work makes it.
 """
 
 from __future__ import annotations
@@ -64,11 +65,32 @@ class Clock(Protocol):
         """Time `count` calls in a row."""
 
 
+def keep_busy(
+    calls: Sequence[Callable[[], Any]], seconds: float, wait: Callable[[Any], Any]
+) -> None:
+    """Repeat calls for so long; `wait` is given a result, and returns when the work is done."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for call in calls:
+            result = call()
+        wait(result)
+
+
+@dataclass(frozen=True)
 class HostClock:
-    """For work that is done when a call returns."""
+    """For work that is done when a call returns.
+
+    Parameters
+    ----------
+    sustained : float, default 0
+        Seconds of work before each burst.
+    """
+
+    sustained: float = 0.0
 
     def burst(self, contender: Contender, count: int) -> Burst:
         calls = list(islice(cycle(contender.calls), count))
+        keep_busy(calls, self.sustained, lambda result: None)
         begin = time.perf_counter()
         for call in calls:
             call()
