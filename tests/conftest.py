@@ -55,6 +55,14 @@ def cupy() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def hopper_cupy(cupy: Any) -> Any:
+    """cupy where the GPU is one that Hopper's kernels run on."""
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("needs sm_90")
+    return cupy
+
+
+@pytest.fixture(scope="session")
 def fit(xp: ModuleType) -> Callable[[Case], Case]:
     """Bends a case so that a run of the GPU tests compiles few kernels; does nothing on NumPy."""
     return (lambda case: case) if xp is np else Case.few_kernels

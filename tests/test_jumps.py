@@ -53,9 +53,7 @@ def attend(request: pytest.FixtureRequest) -> Attend:
     if request.param == "emulated":
         machines = request.getfixturevalue("machines")
         return lambda *arrays, run=0, **options: attention(machines[run], *arrays, **options, **HOW)
-    cupy = request.getfixturevalue("cupy")
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs sm_90")
+    cupy = request.getfixturevalue("hopper_cupy")
 
     def on_card(*arrays: NDArray[Any], run: int = 0, **options: Any) -> tuple[Any, Any]:
         there = {n: cupy.asarray(a) if hasattr(a, "shape") else a for n, a in options.items()}

@@ -48,14 +48,12 @@ def attend(request: pytest.FixtureRequest) -> Attend:
             pytest.skip(obstacle)
         machine = Emulator(90)
 
-        def on_paper(case: Case, order: Order) -> tuple[Any, Any]:
+        def on_emulator(case: Case, order: Order) -> tuple[Any, Any]:
             machine.schedule = Schedule(order, seed=1)
             return attention(machine, *case.arrays(np), **case.options(np), **HOW)
 
-        return on_paper
-    cupy = request.getfixturevalue("cupy")
-    if cupy.cuda.Device().compute_capability != "90":
-        pytest.skip("needs sm_90")
+        return on_emulator
+    cupy = request.getfixturevalue("hopper_cupy")
     return lambda case, order: cufa.attention(*case.arrays(cupy), **case.options(cupy), **HOW)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,12 +88,20 @@ class Step:
     key: KernelKey
     grid: int
     params: np.ndarray[Any, Any]
-    threads: int
-    smem_bytes: int
     #: Of q, k and v; empty if the kernel loads without TMA.
     maps: tuple[TensorMap, ...] = ()
     #: Whether blocks take their work by tickets, which they count in an array of one uint32.
     tickets: bool = False
+
+    @cached_property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.key.config.threads
+
+    @cached_property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.key.smem_bytes
 
 
 @dataclass(frozen=True)
@@ -113,9 +122,7 @@ def make_keys(problem: Problem, device: Device) -> tuple[KernelKey, ...]:
     UnsupportedError
         No kernel serves the problem.
     """
-    spec = select(problem, device)
-    key = key_for(spec, problem, device)
-    return (_mask_tiles_key(key), key) if key.mask and spec.mask_tiles else (key,)
+    return _keys_for(select(problem, device), problem, device)
 
 
 def make_key(problem: Problem, device: Device) -> KernelKey:
@@ -126,11 +133,16 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
     UnsupportedError
         There is none.
     """
-    return key_for(select(problem, device), problem, device)
+    return make_keys(problem, device)[-1]
 
 
-def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
-    """The same, of a kernel that can serve it."""
+def _keys_for(spec: KernelSpec, problem: Problem, device: Device) -> tuple[KernelKey, ...]:
+    """`make_keys` of a kernel that can serve the problem."""
+    key = _key_for(spec, problem, device)
+    return (_mask_tiles_key(key), key) if key.mask and spec.mask_tiles else (key,)
+
+
+def _key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
     fold_scale = _only_scales(problem) and problem.bias is None
     config = find_config(
         spec.name,
@@ -209,7 +221,7 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     if not problem.batch * problem.heads * problem.seqlen_q:
         return Plan(())
     spec = select(problem, device)
-    *before, key = make_keys(problem, device)
+    *before, key = _keys_for(spec, problem, device)
     tiles = -(-problem.seqlen_q // key.config.block_m)
     heads = problem.batch * problem.heads
     blocks = ranges(tiles, heads, key, device) if key.state_bytes else tiles
@@ -232,12 +244,10 @@ def make_plan(problem: Problem, device: Device) -> Plan:
         key,
         min(work, slots(key, device)) if spec.persistent else work,
         params,
-        key.config.threads,
-        key.smem_bytes,
         _maps(problem, key.config) if spec.tma else (),
         spec.persistent,
     )
-    looks = (Step(k, mask_work, params, k.config.threads, k.smem_bytes) for k in before)
+    looks = (Step(k, mask_work, params) for k in before)
     shared_bytes = heads * tiles * key.state_bytes + 8 * mask.words
     return Plan((*looks, step), shared_bytes // ITEMSIZE[problem.accumulator])
 

@@ -49,7 +49,7 @@ FA3_FWD_SM90 = (
     Fault("heads of a section change places with rows",    BOUNDS,     "causal",
           "attn/tile.cuh", "first + place % width", "first + place / width"),
     Fault("a tile that sees no key has no block",          DEADLOCK,   "causal",
-          _PATH, "max_of(keys.last, keys.first + 1)", "keys.last"),
+          "attn/key_range.cuh", "max_of(keys.last, keys.first + 1)", "keys.last"),
     Fault("a slot is written while others read it",        DEADLOCK,       "plain",
           _PATH, "sent.wait_empty();", ""),
     Fault("a verdict is given while others read",          RACE,       "jumps",        # silent

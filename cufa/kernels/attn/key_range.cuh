@@ -19,3 +19,18 @@ DEVICE KeyRange visible_keys(const Params& p, const Tile& tile) {
   range.whole_last = max_of(0, row_end(p, top)) / kBlockN;
   return range;
 }
+
+// Of a tile's key blocks those for its rows top .. top + rows - 1: from the last that they see down
+// to the tile's first. One at least, so that rows that see no key go the way of all.
+DEVICE KeyRange cut_right(const Params& p, const KeyRange& of_tile, int top, int rows) {
+  KeyRange keys = of_tile;
+  if constexpr (kRight) {
+    const int bottom = min_of(top + rows, p.seqlen_q) - 1;
+    keys.last = ceil_div(max_of(0, row_end(p, bottom)), kBlockN);
+    // Every row is to have seen a key before the blind blocks, for an m. The first row sees least
+    // on the right: the block with its last key does not count as whole.
+    keys.whole_last = max_of(0, row_end(p, min_of(top, bottom)) - 1) / kBlockN;
+  }
+  keys.last = max_of(keys.last, keys.first + 1);
+  return keys;
+}
