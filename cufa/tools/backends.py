@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arrays import Arrays, are_aligned, sign
+from cufa.arrays import Arrays, sign
 from cufa.cpu import ALGORITHMS as CPU_ALGORITHMS
 from cufa.errors import BuildError, UnsupportedError
 from cufa.gpu import cublas
 from cufa.gpu.device import Device
+from cufa.gpu.launch import after_conversions, conversions_of
 from cufa.gpu.registry import select
 from cufa.gpu.survey import find_cards, import_cupy
 from cufa.problem import make_problem
@@ -48,9 +49,11 @@ class Backend(NamedTuple):
             if algorithm not in CPU_ALGORITHMS:
                 raise UnsupportedError(f"algorithm is {algorithm!r}, which has GPU kernels only")
             return CPU_KERNEL
-        arrays = Arrays(*(_with_contiguous_rows(a) for a in (q, k, v)), **_arrays_among(options))
+        arrays = Arrays(q, k, v, **_arrays_among(options))
         call = sign(arrays, **{**_DEFAULTS, **_plain_among(options)})
-        return select(make_problem(call._replace(aligned=are_aligned(arrays))), self.device).name
+        conversions = conversions_of(make_problem(call))
+        problem = make_problem(after_conversions(call, arrays, conversions))
+        return select(problem, self.device).name
 
 
 def find_backends() -> list[Backend]:
@@ -88,9 +91,3 @@ def _arrays_among(options: dict[str, Any]) -> dict[str, Any]:
 
 def _plain_among(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in Arrays._fields}
-
-
-def _with_contiguous_rows(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """What the GPU's launcher makes of an input before it chooses the kernel."""
-    contiguous = a.shape[-1] == 1 or a.size == 0 or a.strides[-1] == a.itemsize
-    return a if contiguous else np.ascontiguousarray(a)
