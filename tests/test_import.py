@@ -19,7 +19,7 @@ LAYERS = (
     ("options",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "testing"),
-    ("gpu.registry", "gpu.params", "gpu.cublas", "standard", "rows"),
+    ("gpu.registry", "gpu.params", "gpu.cublas", "standard", "rows", "blocks"),
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
