@@ -110,15 +110,16 @@ def gradients(
     dout : array, shape of `out`
         The derivative of the loss by each element of `out`.
     dlse : array, shape of `lse`, default zeros
-        The same for `lse`. Of no effect in a row that sees no key, unless there is a sink.
+        The same for `lse`.
     q, k, v, bias, sink, softcap, scale, layout, **options
         As in `attention`.
 
     Returns
     -------
     Gradients
-        Float64. A row that sees no key, or only scores of minus infinity, contributes zero (to
-        `dsink`, `dlse`); so does a key that no query sees.
+        Float64. A row that sees no key, or only scores of minus infinity, contributes nothing,
+        whatever its `dout` and `dlse`; with a sink its `dlse` goes there. The gradients of a key
+        that no query sees are zero.
 
     Notes
     -----
@@ -146,8 +147,10 @@ def gradients(
         turned = layout == "bshd" and np.ndim(given) > 2
         return (a.swapaxes(1, 2) if turned else a).reshape(np.shape(given))
 
+    empty = lse4 == -np.inf
+    base, dout4, dlse4 = (np.where(empty, 0, a) for a in (lse4, dout4, dlse4))
     with np.errstate(invalid="ignore"):  # NaN and infinite inputs propagate
-        p = np.where(lse4 == -np.inf, 0, np.exp(s - np.where(lse4 == -np.inf, 0, lse4)))
+        p = np.exp(s - base)
         d = (dout4 * out4).sum(axis=-1, keepdims=True) - dlse4
         ds = p * (dout4 @ each_v.swapaxes(2, 3) - d)
         by_product = ds * (1 / np.sqrt(q4.shape[3]) if scale is None else float(scale))
@@ -164,8 +167,7 @@ def gradients(
         dbias = ds.sum(axis=repeated).reshape(np.shape(bias))
     if sink is not None:
         logit = np.asarray(sink, np.float64).reshape(1, heads, 1, 1)
-        taken = np.where(lse4 == -np.inf, 0, np.exp(logit - np.where(lse4 == -np.inf, 0, lse4)))
-        dsink = -(taken * d).sum(axis=(0, 2, 3))
+        dsink = -(np.exp(logit - base) * d).sum(axis=(0, 2, 3))
     return Gradients(in_shape_of(dq, q), in_shape_of(dk, k), in_shape_of(dv, v), dbias, dsink)
 
 
