@@ -131,7 +131,7 @@ def attention_backward(
 
         again = partial(_wanted, wrt=names, deterministic=deterministic, **options)
         borrowed = {n: a for n, a in arrays._asdict().items() if n != "out"} | saved._asdict()
-        found = interop.lend(again, borrowed)
+        found = interop.lend(again, borrowed, writes="")  # none of them, `out` neither
         return Gradients(**{f"d{name}": a for name, a in zip(names, found, strict=True)})
     if call.forward.q.device == CPU:
         return cpu_backward.run(call, arrays, saved)
