@@ -100,6 +100,7 @@ halves = cases(
     rank=4,
     layout="bhsd",
     dtypes=["float32", "float64"],
+    v_size=1.0,  # or dout is so small that times a weight it is zero
 )
 
 
