@@ -226,18 +226,19 @@ def test_what_comes_back_to_a_row_without_keys_goes_nowhere(case):
     case=cases(
         dtypes=["float32"],
         head_dims=st.sampled_from([32, 64]),
-        features=["causal", "softcap"],
+        features=[],
         scores="normal",
         scale=None,
         v_size=1.0,
-        seqlen_q=st.integers(8, 100),
-        seqlen_k=st.integers(8, 100),
+        seqlen_q=st.integers(8, 32),
+        seqlen_k=st.integers(8, 32),
         batch=1,
+        group=1,
     ),
     name=st.sampled_from(["dq", "dk", "dv"]),
 )
 def test_the_bounds_tell_float32_from_bfloat16(case, name):
-    """Digits that float32 has and bfloat16 has not are not excused."""
+    """In short sums, whose errors do not pile up as the bounds must allow."""
     got, (want, bounds, _) = gradients_of(case), case.exact_gradients()
     rounded = getattr(got, name).view(np.uint32) & 0xFFFF0000
     assert fractions(rounded.view(np.float32), getattr(want, name), getattr(bounds, name)).max() > 1
