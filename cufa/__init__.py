@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cufa.attention import attention, merge
+from cufa.backward import attention_backward, attention_vjp
 from cufa.errors import (
     ArgumentError,
     BuildError,
@@ -20,6 +21,7 @@ from cufa.errors import (
     UnsupportedError,
 )
 from cufa.flash_attn import flash_attn_func
+from cufa.gradients import Gradients
 
 __version__ = "0.1.0"
 
@@ -30,10 +32,13 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "Explanation",
+    "Gradients",
     "OutOfMemoryError",
     "ShapeError",
     "UnsupportedError",
     "attention",
+    "attention_backward",
+    "attention_vjp",
     "explain",
     "flash_attn_func",
     "get_best_config",

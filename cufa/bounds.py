@@ -89,9 +89,7 @@ def exact(
         unseen = scores.max(-1, keepdims=True, initial=-np.inf) == -np.inf
         base = np.where(unseen, 0, lse4)
         p = np.exp(scores - base)
-        product, later = _sizes(q, k, **options)
-        delta = (math.sqrt(q.shape[-1]) + 4) * product + 4 * (later + abs(base))
-        delta = np.where(p == 0, 0, eps * delta)
+        delta = np.where(p == 0, 0, score_errors(q, k, base, **options))
         average = (p * delta).sum(-1, keepdims=True)
         moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
         bound = moved @ values
@@ -176,7 +174,14 @@ def to_numpy(a: Any) -> NDArray[Any]:
     return np.asarray(a.get() if hasattr(a, "get") else a)
 
 
-def _sizes(
+def score_errors(q: Any, k: Any, base: Array, **options: Any) -> Array:
+    """How far the difference of every score and `base`, as large as lse, may be off."""
+    product, later = score_sizes(q, k, **options)
+    errors = (math.sqrt(q.shape[-1]) + 4) * product + 4 * (later + abs(base))
+    return rounding(q.dtype)[0] * errors
+
+
+def score_sizes(
     q: Any,
     k: Any,
     layout: str = "bhsd",

@@ -51,8 +51,8 @@ def lend(
     arrays : dict of str to array or None
         What is neither foreign nor None is passed on as it is, for `function` to refuse if it must.
     writes : str or None, default "out"
-        Which of them `function` writes to and returns. None: it writes to none and returns no
-        arrays, but numbers about them.
+        Which of them `function` writes to and returns; it may be a name that is none of theirs.
+        None: it writes to none and returns no arrays, but numbers about them.
 
     Returns
     -------

@@ -174,11 +174,11 @@ def check_merge(arrays: list[ArrayFacts], layout: str) -> None:
     """Check the arguments of `cufa.merge`, in its order."""
     out_a, lse_a, out_b, lse_b = arrays
     for name, a in zip(("out_a", "lse_a", "out_b", "lse_b"), arrays, strict=True):
-        _check_float(name, a)
+        check_float(name, a)
     for name, a in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
         if a.device != out_a.device:
             raise DeviceError(
-                f"out_a is on {_place(out_a.device)} and {name} is on {_place(a.device)}"
+                f"out_a is on {place_of(out_a.device)} and {name} is on {place_of(a.device)}"
             )
     if len(out_a.shape) not in (2, 3, 4):
         raise ShapeError(
@@ -215,19 +215,19 @@ def _check_devices(call: Signature) -> None:
     for name, facts in _given(call):
         if facts.device != call.q.device:
             raise DeviceError(
-                f"q is on {_place(call.q.device)} and {name} is on {_place(facts.device)}; all "
+                f"q is on {place_of(call.q.device)} and {name} is on {place_of(facts.device)}; all "
                 "arrays must be on one device (cupy.asarray and cupy.asnumpy move them)"
             )
 
 
-def _place(device: int) -> str:
+def place_of(device: int) -> str:
     return "the CPU (NumPy)" if device < 0 else f"GPU {device} (CuPy)"
 
 
 def _check_dtypes(call: Signature) -> str:
     for name, facts in _given(call):
         if name != "mask":
-            _check_float(name, facts)
+            check_float(name, facts)
     dtype = dtype_name(call.q.dtype)
     for name in ("k", "v", "out"):
         facts = getattr(call, name)
@@ -243,7 +243,7 @@ def _check_dtypes(call: Signature) -> str:
     return dtype
 
 
-def _check_float(name: str, facts: ArrayFacts) -> None:
+def check_float(name: str, facts: ArrayFacts) -> None:
     if dtype_name(facts.dtype) not in FLOAT_DTYPES:
         raise DTypeError(f"{name} is {dtype_name(facts.dtype)}; it takes {', '.join(FLOAT_DTYPES)}")
     if not facts.dtype.isnative:

@@ -1,4 +1,4 @@
-"""The oracle: the formula of attention in float64, written down once more.
+"""The oracle: the formula of attention and of its gradient in float64, written down once more.
 
 Imports only NumPy and shares nothing with the rest of cufa. It holds whole score matrices, so it is
 slow and takes O(seqlen**2) memory; it is there to compare with.
@@ -6,7 +6,7 @@ slow and takes O(seqlen**2) memory; it is there to compare with.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,98 @@ def attention(
 
     out = out.swapaxes(1, 2) if layout == "bshd" and rank > 2 else out
     return out.reshape(out.shape[4 - rank :]), lse.reshape(lse.shape[4 - rank :])
+
+
+class Gradients(NamedTuple):
+    """Of a loss, by each input, each of the shape of its input; None for what was not given."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+    dbias: Array | None
+    dsink: Array | None
+
+
+def gradients(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dlse: Any = None,
+    bias: Any = None,
+    sink: Any = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    **options: Any,
+) -> Gradients:
+    """What the inputs of `attention` do to a loss, from what its results do to it.
+
+    Parameters
+    ----------
+    dout : array, shape of `out`
+        The derivative of the loss by each element of `out`.
+    dlse : array, shape of `lse`, default zeros
+        The same for `lse`.
+    q, k, v, bias, sink, softcap, scale, layout, **options
+        As in `attention`.
+
+    Returns
+    -------
+    Gradients
+        Float64. A row that sees no key, or only scores of minus infinity, contributes nothing,
+        whatever its `dout` and `dlse`; with a sink its `dlse` goes there. The gradients of a key
+        that no query sees are zero.
+
+    Notes
+    -----
+    With ``P = exp(S - lse)``, and ``D = rowsum(dO * O) - dlse``::
+
+        dV = P^T dO      dP = dO V^T      dS = P * (dP - D)      dsink = -sum(exp(sink - lse) * D)
+
+    dS is also the bias's gradient; then ``1 - tanh(s / softcap)**2``, the cap's derivative, and
+    ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. dK and dV are summed over the query heads that
+    share a key, dbias over the axes that a bias is repeated along.
+    """
+    score: dict[str, Any] = {"softcap": softcap, "scale": scale, "layout": layout}
+    out, lse = attention(q, k, v, bias=bias, sink=sink, **score, **options)
+    s = scores(q, k, bias=bias, **score, **options)
+    q4, k4, v4, out4, dout4 = (four_axes(a, layout) for a in (q, k, v, out, dout))
+    heads, kv_heads = q4.shape[1], k4.shape[1]
+    each_k, each_v = per_query_head(k4, heads), per_query_head(v4, heads)
+    row = (*s.shape[:3], 1)
+    lse4, dlse4 = (np.reshape(a, row) for a in (lse, np.zeros(row) if dlse is None else dlse))
+
+    def summed(a: Array) -> Any:
+        return a.reshape(a.shape[0], kv_heads, heads // max(kv_heads, 1), *a.shape[2:]).sum(axis=2)
+
+    def in_shape_of(a: Array, given: Any) -> Array:
+        turned = layout == "bshd" and np.ndim(given) > 2
+        return (a.swapaxes(1, 2) if turned else a).reshape(np.shape(given))
+
+    empty = lse4 == -np.inf
+    base, dout4, dlse4 = (np.where(empty, 0, a) for a in (lse4, dout4, dlse4))
+    with np.errstate(invalid="ignore"):  # NaN and infinite inputs propagate
+        p = np.exp(s - base)
+        d = (dout4 * out4).sum(axis=-1, keepdims=True) - dlse4
+        ds = p * (dout4 @ each_v.swapaxes(2, 3) - d)
+        by_product = ds * (1 / np.sqrt(q4.shape[3]) if scale is None else float(scale))
+        if softcap is not None:
+            by_product *= 1 - np.tanh(scores(q, k, scale=scale, layout=layout) / softcap) ** 2
+        dq = by_product @ each_k
+        dk = summed(by_product.swapaxes(2, 3) @ q4)
+        dv = summed(p.swapaxes(2, 3) @ dout4)
+
+    dbias = dsink = None
+    if bias is not None:
+        shape = (1,) * (4 - np.ndim(bias)) + np.shape(bias)
+        repeated = tuple(axis for axis in range(4) if shape[axis] != s.shape[axis])
+        dbias = ds.sum(axis=repeated).reshape(np.shape(bias))
+    if sink is not None:
+        logit = np.asarray(sink, np.float64).reshape(1, heads, 1, 1)
+        dsink = -(np.exp(logit - base) * d).sum(axis=(0, 2, 3))
+    return Gradients(in_shape_of(dq, q), in_shape_of(dk, k), in_shape_of(dv, v), dbias, dsink)
 
 
 def scores(

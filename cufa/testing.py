@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from cufa.bounds import Array, Exact, exact, fractions
 from cufa.bounds import to_numpy as to_numpy
+from cufa.gradient_bounds import ExactGradients, exact_gradients
 
 Shape = tuple[int, ...]
 Rectangle = tuple[int, int, int, int, float]
@@ -176,6 +177,7 @@ class Case:
     k_memory: Memory = CONTIGUOUS
     v_memory: Memory = CONTIGUOUS
     extra_memory: Memory = CONTIGUOUS
+    dout_memory: Memory = CONTIGUOUS
     seed: int = 0
 
     @property
@@ -186,6 +188,25 @@ class Case:
     def exact(self) -> Exact:
         """The answer in float64 with error bounds; see `exact`."""
         return exact(*self.arrays(np), **self.options(np))
+
+    def exact_gradients(self, through_lse: bool = True) -> ExactGradients:
+        """The gradients for `back` in float64 with error bounds; see `exact_gradients`."""
+        dout, dlse = self.back(np)
+        dlse = dlse if through_lse else None
+        return exact_gradients(dout, *self.arrays(np), dlse=dlse, **self.options(np))
+
+    def back(self, xp: Any, poison: float = np.nan) -> tuple[Any, Any]:
+        """`dout` and `dlse`, the derivatives of a loss by output and lse, about as large as 1.
+
+        Where values are large `dout` is small, so that the gradients fit into the dtype.
+        """
+        rng = np.random.default_rng([self.seed, 2])
+        rows = (self.batch, self.heads, self.seqlen_q)
+        dout = rng.standard_normal((*rows, self.head_dim_v)) / self.v_size
+        placed = place(xp, dout.astype(numpy_dtype(self.dtype)), self.dout_memory, poison)
+        dlse = rng.standard_normal(rows)[(0,) * (4 - self.rank)]
+        wide = "float64" if self.dtype == "float64" else "float32"
+        return self.caller_axes(placed.array), xp.asarray(dlse.astype(wide))
 
     def few_kernels(self) -> Case:
         """This case bent so that all cases together need about a hundred compiled kernels.
@@ -294,6 +315,21 @@ def assert_within_rounding(result: Any, expected: Exact) -> None:
         wide = "float64" if expected.dtype == np.float64 else "float32"
         assert lse.dtype == wide, f"lse is {lse.dtype}, not {wide}"
         _assert_near("lse", lse, expected.lse, expected.lse_bound)
+
+
+def assert_gradients_within_rounding(result: Any, expected: ExactGradients) -> None:
+    """Fail unless `result`, the five of `cufa.Gradients`, is as near as the dtypes allow.
+
+    Each must have the shape and dtype of its input, and be None where there is no input.
+    """
+    wanted = zip(*expected[:2], expected.dtypes, strict=True)
+    names = type(expected.gradients)._fields
+    for name, got, (want, bound, dtype) in zip(names, result, wanted, strict=True):
+        if want is None or bound is None:
+            assert got is None, f"{name} is given, and there is no such input"
+            continue
+        assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}"
+        _assert_near(name, got, want, bound)
 
 
 def _assert_near(name: str, got: Any, want: Array, bound: Array) -> None:
@@ -457,6 +493,7 @@ def cases(
         k_memory=pick("k_memory", st.just(CONTIGUOUS) | memories()),
         v_memory=pick("v_memory", st.just(CONTIGUOUS) | memories()),
         extra_memory=pick("extra_memory", st.just(CONTIGUOUS) | memories(axes=4)),
+        dout_memory=pick("dout_memory", st.just(CONTIGUOUS) | memories()),
         seed=pick("seed", st.integers(0, 2**32 - 1)),
         **fixed,
     )

@@ -18,15 +18,24 @@ LAYERS = (
     ("errors", "reference"),
     ("options",),
     ("problem", "bounds", "gpu.cache"),
-    ("arrays", "gpu.device", "gpu.tensor_map", "testing"),
-    ("gpu.registry", "gpu.params", "gpu.cublas", "standard", "rows"),
+    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
+    (
+        "gpu.registry",
+        "gpu.params",
+        "gpu.cublas",
+        "standard",
+        "rows",
+        "blocks",
+        "gradients",
+        "testing",
+    ),
     ("gpu.config",),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
-    ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu"),
+    ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),
     ("attention", "numerics"),
-    ("flash_attn", "explanation"),
+    ("flash_attn", "explanation", "backward"),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
     ("tools.peers", "tools.rigs", "tools.picture", "tools.shapes"),
@@ -36,7 +45,7 @@ LAYERS = (
     ("__main__",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
-ORACLE = {"reference", "bounds", "testing"}
+ORACLE = {"reference", "bounds", "gradient_bounds", "testing"}
 #: What runs on a card, or measures on one.
 GPU_SIDE = ("gpu.", "tools.card")
 MODULES = {

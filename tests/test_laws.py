@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from laws import attend, cases
 
 import cufa
-from cufa import cpu
+from cufa import blocks
 from cufa.bounds import exact, merged
 from cufa.testing import (
     Case,
@@ -117,9 +117,9 @@ def test_a_few_queries_may_see_many_keys(xp, fit, case):
 )
 def test_the_blocks_of_the_cpu_may_have_any_size(case, scores, rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_BLOCK_SCORES", scores)
-        patch.setattr(cpu, "_BLOCK_ROWS", rows)
-        patch.setattr(cpu, "_SCORES_PER_THREAD", 1)
+        patch.setattr(blocks, "_BLOCK_SCORES", scores)
+        patch.setattr(blocks, "_BLOCK_ROWS", rows)
+        patch.setattr(blocks, "_SCORES_PER_THREAD", 1)
         result = attend(np, case)
     assert_within_rounding(result, case.exact())
 
