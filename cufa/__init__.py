@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cufa.attention import attention, merge
+from cufa.dropout import dropout_mask
 from cufa.errors import (
     ArgumentError,
     BuildError,
@@ -34,6 +35,7 @@ __all__ = [
     "ShapeError",
     "UnsupportedError",
     "attention",
+    "dropout_mask",
     "explain",
     "flash_attn_func",
     "get_best_config",

@@ -125,6 +125,40 @@ def scores(
     return np.where(visible, s, -np.inf)
 
 
+def dropout_words(seed: int, batch: Any, head: Any, row: Any, column: Any) -> NDArray[np.uint64]:
+    """The random word, below 2**32, of each weight's position: `cufa.dropout` says which it is.
+
+    Written for one position at a time, with no thought of which others share its counter.
+
+    Parameters
+    ----------
+    seed : int
+    batch, head, row, column : int or integer array
+        Of shapes that broadcast.
+    """
+    places = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (column, row)))
+    which = places[1] // np.uint64(8) % np.uint64(2) * np.uint64(2)
+    which = which + places[0] // np.uint64(8) % np.uint64(2)
+    pairs = [x // np.uint64(16) * np.uint64(8) + x % np.uint64(8) for x in places]
+    others = [np.asarray(x).astype(np.uint64) for x in (head, batch)]
+    words = philox4x32([*pairs, *others], [seed % 2**32, seed // 2**32])
+    return np.choose(which.astype(np.intp), words)
+
+
+def philox4x32(counter: Any, key: Any) -> list[NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four words of each counter of four, as uint64."""
+    r0, l0, r1, l1 = np.broadcast_arrays(*counter)
+    k0, k1 = key
+    word = np.uint64(2**32)
+    for _ in range(10):
+        product0, product1 = r0 * np.uint64(0xD2511F53), r1 * np.uint64(0xCD9E8D57)
+        r0 = product1 // word ^ l0 ^ np.uint64(k0)
+        r1 = product0 // word ^ l1 ^ np.uint64(k1)
+        l0, l1 = product1 % word, product0 % word
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [r0, l0, r1, l1]
+
+
 def four_axes(a: Any, layout: str) -> Array:
     """`a` in float64 with axes (batch, heads, seqlen, head_dim)."""
     array: Array = np.asarray(a, np.float64)

@@ -18,7 +18,7 @@ LAYERS = (
     ("errors", "reference"),
     ("options",),
     ("problem", "bounds", "gpu.cache"),
-    ("arrays", "gpu.device", "gpu.tensor_map", "testing"),
+    ("arrays", "dropout", "gpu.device", "gpu.tensor_map", "testing"),
     ("gpu.registry", "gpu.params", "gpu.cublas", "standard", "rows"),
     ("gpu.config",),
     ("gpu.plan",),

@@ -1,0 +1,201 @@
+"""Dropout: the mask, its counters on all machines, and what attention makes of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from emulator.card import Launch, Runner, on_every_machine
+from emulator.run import Access
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cufa
+from cufa import dropout, reference
+from cufa.options import MAX_SEQLEN
+
+#: Counter, key and words of Philox4x32-10, from file tests/kat_vectors of Random123, the library of
+#: Salmon et al.: all zeros, all ones, digits of pi.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000",
+     "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+     "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+     "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
+N = 256
+SEEDS = st.integers(0, 2**64 - 1)
+RATES = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.1, 0.5, 0.9])
+#: Of a row or column: any, and near what 16, 32 and 30 bits hold.
+PLACES = st.integers(0, MAX_SEQLEN - 40) | st.sampled_from([0, 2**16 - 20, MAX_SEQLEN - 40])
+HEADS = st.integers(0, dropout.MAX_HEADS - 1)
+SIZES = st.integers(1, 40)
+SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 70), st.integers(0, 70))
+
+
+def words(text):
+    """Hexadecimal words as arrays."""
+    return [np.array(int(word, 16), np.uint64) for word in text.split()]
+
+
+def deviation(count):
+    """What the mean of so many independent numbers of 0 to 1 exceeds with probability 1e-12 at
+    most, to either side (Hoeffding 1963, theorem 2)."""
+    return math.sqrt(math.log(2e12) / (2 * count))
+
+
+@pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
+@pytest.mark.parametrize("philox", [dropout.philox, reference.philox4x32])
+def test_philox_gives_the_known_answers(philox, counter, key, answer):
+    key = tuple(int(word) for word in words(key))
+    np.testing.assert_array_equal(philox(words(counter), key), words(answer))
+
+
+@given(seed=SEEDS, p=RATES, shape=SHAPES)
+def test_the_mask_is_that_of_the_words_of_each_position(seed, p, shape):
+    mask = cufa.dropout_mask(seed, shape, p)
+    want = reference.dropout_words(seed, *np.ogrid[tuple(map(slice, shape))])
+    assert mask.dtype == bool
+    np.testing.assert_array_equal(mask, want >= dropout.threshold(p))
+
+
+@given(
+    seed=SEEDS, p=RATES, batch=HEADS, head=HEADS, row=PLACES, column=PLACES, height=SIZES,
+    width=SIZES,
+)  # fmt: skip
+def test_a_block_from_anywhere_is_a_part_of_the_mask(
+    seed, p, batch, head, row, column, height, width
+):
+    rows, columns = slice(row, row + height), slice(column, column + width)
+    block = dropout.keep_block(np, seed, p, batch, head, rows, columns)
+    want = reference.dropout_words(seed, batch, head, *np.ogrid[rows, columns])
+    np.testing.assert_array_equal(block, want >= dropout.threshold(p))
+
+
+@given(seed=SEEDS, p=RATES, shape=SHAPES, piece=st.integers(1, 3000))
+def test_the_pieces_of_a_mask_may_have_any_size(seed, p, shape, piece):
+    want = cufa.dropout_mask(seed, shape, p)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dropout, "_PIECE", piece)
+        np.testing.assert_array_equal(cufa.dropout_mask(seed, shape, p), want)
+
+
+@given(seed=SEEDS, p=RATES, shape=SHAPES, axes=st.integers(2, 4))
+def test_a_smaller_mask_is_the_corner_of_a_larger(seed, p, shape, axes):
+    whole = cufa.dropout_mask(seed, (3, 3, 70, 70), p)
+    corner = (0,) * (4 - axes) + tuple(map(slice, shape[4 - axes :]))
+    np.testing.assert_array_equal(cufa.dropout_mask(seed, shape[4 - axes :], p), whole[corner])
+
+
+@given(seed=SEEDS, p=RATES)
+def test_weights_are_kept_at_the_rate_asked_for(seed, p):
+    mask = cufa.dropout_mask(seed, (2, 2, 128, 128), p)
+    assert abs(mask.mean() - (1 - p)) <= deviation(mask.size)
+
+
+@given(p=RATES)
+def test_the_threshold_is_the_rate_in_units_of_a_word(p):
+    assert abs(dropout.threshold(p) - p * 2**32) <= 1
+    assert dropout.threshold(p) < 2**32
+
+
+# DR1
+@given(
+    seed=SEEDS, other=SEEDS, head=st.tuples(HEADS, HEADS), other_head=st.tuples(HEADS, HEADS),
+    at=st.tuples(PLACES, PLACES), other_at=st.tuples(PLACES, PLACES), swap=st.booleans(),
+)  # fmt: skip
+def test_masks_of_other_seeds_heads_batches_and_places_are_independent(
+    seed, other, head, other_head, at, other_at, swap
+):
+    def block(seed, head, at):
+        rows, columns = (slice(x // 64 * 64, x // 64 * 64 + 64) for x in at)
+        return dropout.keep_block(np, seed, 0.5, *head, rows, columns)
+
+    if swap:  # nothing differs but the order of two numbers
+        other, other_head, other_at = seed, head[::-1], at[::-1]
+    a, b = (seed, head, at), (other, other_head, other_at)
+    same = (block(*a) == block(*b)).mean()
+    tiles = [(s, h, tuple(x // 64 for x in place)) for s, h, place in (a, b)]
+    assert same == 1 if tiles[0] == tiles[1] else abs(same - 0.5) <= deviation(64 * 64)
+
+
+# SZ7
+@given(seed=SEEDS, row=st.integers(0, 2**16 - 64), seqlen_k=st.sampled_from([2**16, 2**20, 2**29]))
+def test_rows_are_told_apart_beyond_2_to_the_32_weights(seed, row, seqlen_k):
+    far = row + (1 << 32) // seqlen_k
+    here, there = (
+        dropout.keep_block(np, seed, 0.5, 0, 0, slice(i, i + 1), slice(0, 4096)) for i in (row, far)
+    )
+    assert abs((here == there).mean() - 0.5) <= deviation(here.size)
+
+
+BAD_MASKS = [
+    (0, (4, 4), 1.0, cufa.ArgumentError, r"p is 1\.0; .*below 1"),
+    (0, (4, 4), -0.1, cufa.ArgumentError, r"p is -0\.1; .*at least 0"),
+    (0, (4, 4), math.nan, cufa.ArgumentError, r"p is nan"),
+    (0, (4, 4), "0.1", cufa.DTypeError, r"p is '0\.1', a str; .*real number"),
+    (-1, (4, 4), 0.1, cufa.ArgumentError, r"seed is -1; .*at least 0 and below 2\*\*64"),
+    (2**64, (4, 4), 0.1, cufa.ArgumentError, r"seed is 18446744073709551616; .*2\*\*64"),
+    (1.0, (4, 4), 0.1, cufa.DTypeError, r"seed is 1\.0, a float; .*integer in host memory"),
+    (None, (4, 4), 0.1, cufa.DTypeError, r"seed is None, a NoneType; .*integer"),
+    (0, 4, 0.1, cufa.DTypeError, r"shape is 4; .*sequence of integers"),
+    (0, (4, 2.5), 0.1, cufa.DTypeError, r"shape is \(4, 2\.5\); .*integers"),
+    (0, (4,), 0.1, cufa.ShapeError, r"shape is \(4,\); .*2 axes"),
+    (0, (1,) * 5, 0.1, cufa.ShapeError, r"or 4 \(batch"),
+    (0, (4, -1), 0.1, cufa.ShapeError, r"at least 0"),
+    (0, (1, 2**30), 0.1, cufa.ShapeError, r"seqlens must be at most 1073741823"),
+    (0, (2**16, 2**16, 1, 1), 0.1, cufa.ShapeError, r"65536 batches of 65536 heads; .*2147483648"),
+]
+
+
+@pytest.mark.parametrize(("seed", "shape", "p", "error", "message"), BAD_MASKS)
+def test_a_bad_mask_is_refused(seed, shape, p, error, message):
+    with pytest.raises(error, match=message):
+        cufa.dropout_mask(seed, shape, p)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint64, np.array])
+def test_a_seed_is_its_value_whatever_holds_it(kind):  # DR2
+    want = cufa.dropout_mask(7, (40, 40), 0.5)
+    np.testing.assert_array_equal(cufa.dropout_mask(kind(7), (40, 40), 0.5), want)
+
+
+@on_every_machine
+@settings(max_examples=max(1, settings().max_examples // 4))
+@given(seed=st.integers(0, 2**32 - 1))
+def test_kernels_have_the_same_words_and_masks(machine: Runner, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counter = rng.integers(0, 2**32, (4, N), dtype=np.uint32)
+    key = rng.integers(0, 2**32, (2, N), dtype=np.uint32)
+    seeds = rng.integers(0, 2**64, N, dtype=np.uint64)
+    batch, head = rng.integers(0, dropout.MAX_HEADS, (2, N), dtype=np.int32)
+    row, column = rng.integers(0, MAX_SEQLEN, (2, N), dtype=np.int32) >> rng.integers(0, 30, (2, N))
+    row, column = row.astype(np.int32), column.astype(np.int32)
+    thresholds = np.array([dropout.threshold(p) for p in rng.random(N)], np.uint32)
+
+    def kept(rows, columns):
+        found = [
+            reference.dropout_words(int(s), *place)
+            for s, *place in zip(seeds, batch, head, rows, columns, strict=True)
+        ]
+        return (np.array(found) >= thresholds).astype(np.uint8)
+
+    of_tile = [
+        (row & ~8 | 8 * down, column & ~8 | 8 * right) for down in (0, 1) for right in (0, 1)
+    ]
+    philox = [
+        reference.philox4x32(list(c), k)
+        for c, k in zip(counter.T.astype(np.uint64), key.T.tolist(), strict=True)
+    ]
+    expected = {
+        "philox": np.array(philox).T.astype(np.uint32),
+        "keep": kept(row, column),
+        "keep_tile": np.array([kept(*place) for place in of_tile]),
+    }
+    inputs = {"counter": counter, "key": key, "seed": seeds, "batch": batch, "head": head}
+    inputs |= {"row": row, "column": column, "threshold": thresholds}
+    arrays = {name: (np.ascontiguousarray(a), Access.READ) for name, a in inputs.items()}
+    arrays |= {name: (np.zeros_like(a), Access.WRITE_ONCE) for name, a in expected.items()}
+    machine.check(Launch("dropout", arrays, {"n": N}, grid=(N // 128,)), expected, seed)
