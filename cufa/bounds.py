@@ -37,7 +37,15 @@ class Exact(NamedTuple):
 
 
 def exact(
-    q: Any, k: Any, v: Any, *, sink: Any = None, algorithm: str = "auto", **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    algorithm: str = "auto",
+    **options: Any,
 ) -> Exact:
     """The oracle's answer to one call of `cufa.attention`, with a bound on each element's error.
 
@@ -47,7 +55,7 @@ def exact(
         NumPy arrays of one float dtype.
     algorithm : str, default "auto"
         The answer is the same for all; "standard" may take results that are denormal for zero.
-    sink, **options
+    sink, dropout_p, seed, **options
         Those of `cufa.reference.attention`.
 
     Notes
@@ -71,12 +79,17 @@ def exact(
     - The result: two units in the last place of the largest element of its row. Of algorithm
       "standard" the accumulator's smallest normal number too: what an array library computes
       below it may be zero, as with CuPy, which compiles its kernels so.
+    - Dropout: the errors of the weights that are kept, times what these are multiplied by; that is
+      exact but for a rounding or two, of the 8 above. What vanishes does so before, and as zero
+      may count weights below 3000 of the accumulator's smallest normal numbers: they are nothing
+      beside the row's largest, but dropout may leave nothing else.
     - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
 
     Measuring another implementation's error instead would be a lottery: on a small problem that one
     may be exact by luck, and with scores of hundreds in 16 bits it is wrong altogether.
     """
-    out, lse = reference.attention(q, k, v, sink=sink, **options)
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed}
+    out, lse = reference.attention(q, k, v, sink=sink, **dropout, **options)
     scores = reference.scores(q, k, **options)
     layout, rank = options.get("layout", "bhsd"), q.ndim
     out4 = reference.four_axes(out, layout)
@@ -94,13 +107,18 @@ def exact(
         delta = np.where(p == 0, 0, eps * delta)
         average = (p * delta).sum(-1, keepdims=True)
         moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
-        bound = moved @ values
-        bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
+        counts: Any = 1
+        if dropout_p:
+            counts = reference.kept(seed, dropout_p, scores.shape) / (1 - dropout_p)
+            tiniest = max(tiniest, 3000 * smallest_normal(q.dtype))
+        bound = (counts * moved) @ values
+        bound += (sums + unit) * ((counts * p) @ values) + tiniest * ((counts * (p > 0)) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
-        bound += scores.shape[3] * smallest(q.dtype)
+        vanishing = scores.shape[3] * smallest(q.dtype)
         if algorithm == "standard":
-            bound += smallest_normal(q.dtype)
+            vanishing += smallest_normal(q.dtype)
+        bound += vanishing / (1 - dropout_p)
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 

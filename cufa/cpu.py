@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cufa import standard
 from cufa.arrays import Arrays, check_overlap, distinct, host_empty, narrowed
+from cufa.dropout import keep_block
 from cufa.errors import ArgumentError, UnsupportedError
 from cufa.problem import Problem, Signature, make_problem
 
@@ -47,8 +48,8 @@ _THREADED_GEMM = 1 << 18
 _THREADED_GEMV = 9216
 
 
-def run(call: Signature, arrays: Arrays) -> Any:
-    """Attention on NumPy arrays; see `cufa.attention`.
+def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
+    """Attention on NumPy arrays; see `cufa.attention`. `seed` is that of dropout.
 
     Raises
     ------
@@ -67,12 +68,13 @@ def run(call: Signature, arrays: Arrays) -> Any:
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
     if problem.algorithm == "standard":
-        return standard.run(standard.NUMPY, problem, arrays, call.layout)
+        return standard.run(standard.NUMPY, problem, arrays, call.layout, seed)
     if out is None:
         out = host_empty(problem.out_shape, arrays.q.dtype)
     lse = host_empty(problem.lse_shape, problem.accumulator)
     if out.size:
-        _run_tasks(problem, _views(problem, arrays, out, lse, call.layout), _tiling(problem))
+        views = _views(problem, arrays, out, lse, call.layout, seed)
+        _run_tasks(problem, views, _tiling(problem))
     return (out, lse) if problem.return_lse else out
 
 
@@ -92,9 +94,13 @@ class _Views(NamedTuple):
     bias: Array | None
     alibi_slopes: Array | None
     sink: Array | None
+    #: Not an array, but no part of the problem either.
+    seed: Any
 
 
-def _views(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str) -> _Views:
+def _views(
+    problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str, seed: Any
+) -> _Views:
     batch, heads, kv_heads = problem.batch, problem.heads, problem.kv_heads
 
     def four_axes(a: Array) -> Array:
@@ -122,6 +128,7 @@ def _views(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str
         bias=optional(arrays.bias, problem.seqlen_q, problem.seqlen_k),
         alibi_slopes=per_head(arrays.alibi_slopes),
         sink=per_head(arrays.sink),
+        seed=seed,
     )
 
 
@@ -294,6 +301,8 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
         p = np.exp(s, out=s)  # P = exp(S - m)
         rescale = np.exp(m - m_new)  # acc and total so far are relative to the previous m
         total = total * rescale + p.sum(axis=-1, keepdims=True)
+        if problem.dropout_p:  # the sum is that of all weights
+            _drop(problem, views.seed, p.reshape(*split, -1), task, keys)
         _matmul(p, v, pv)
         acc *= rescale
         acc += pv
@@ -307,7 +316,7 @@ def _forward(problem: Problem, views: _Views, task: Task, space: _Workspace) -> 
         total = total * rescale + np.exp(sink - m_new)
         acc *= rescale
         m = m_new
-    acc /= np.where(total == 0, 1, total)  # a row that saw no key gives 0
+    acc /= np.where(total == 0, 1, total) * (1 - problem.dropout_p)  # no key seen: 0
     views.out[task] = acc.reshape(*split, problem.head_dim_v)
     views.lse[task] = (m + np.log(total)).reshape(*split, 1)
 
@@ -394,6 +403,13 @@ def _modify_scores(problem: Problem, views: _Views, s: Array, task: Task, keys: 
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) > band.right)
     if band.left is not None and keys.start < rows.stop - 1 + band.diagonal - band.left:
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) < -band.left)
+
+
+def _drop(problem: Problem, seed: Any, p: Array, task: Task, keys: slice) -> None:
+    """Set the weights that dropout drops to 0, in place."""
+    batches, kv_heads, group = (np.arange(cut.start, cut.stop) for cut in task[:3])
+    heads = kv_heads[:, None] * problem.group + group
+    p *= keep_block(np, seed, problem.dropout_p, batches[:, None, None], heads, task[3], keys)
 
 
 def _offsets(rows: slice, keys: slice, diagonal: int) -> Array:

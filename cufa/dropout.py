@@ -114,7 +114,7 @@ def keep_block(
         numpy or cupy.
     seed : int
     p : float
-    batch, head : int array
+    batch, head : int array of `xp`
         Batches and heads, of shapes that broadcast.
     rows, columns : slice
         With start and stop. Time and memory are those of the tiles of 16x16 that they touch.
@@ -125,7 +125,7 @@ def keep_block(
     """
     i, j = (_pairs(xp, x) for x in (rows, columns))
     per_head = [xp.asarray(x).astype("uint64")[..., None, None] for x in (head, batch)]
-    words = philox((j, i[:, None], *per_head), (seed & _WORD, seed >> 32))
+    words = philox((j, i[:, None], *per_head), (int(seed) & _WORD, int(seed) >> 32))
     leading = words[0].shape[:-2]
     tiles = i.size // 8, j.size // 8
     # Axes: tile, which of a pair, which pair; the same again for columns.
@@ -190,12 +190,13 @@ def _pieces(
     row_step = max(16, _PIECE // max(1, seqlen_k) // 16 * 16)
     head_step = max(1, _PIECE // max(1, min(row_step, seqlen_q) * seqlen_k))
     for b in range(batch):
+        batches = xp.arange(b, b + 1)[:, None]
         for h in range(0, heads, head_step):
             of_heads = slice(h, min(h + head_step, heads))
-            head = xp.arange(of_heads.start, of_heads.stop)[None]
+            head = xp.arange(of_heads.start, of_heads.stop)
             for i in range(0, seqlen_q, row_step):
                 rows = slice(i, min(i + row_step, seqlen_q))
-                keep = keep_block(xp, seed, p, b, head, rows, slice(0, seqlen_k))
+                keep = keep_block(xp, seed, p, batches, head, rows, slice(0, seqlen_k))
                 yield (slice(b, b + 1), of_heads, rows), keep
 
 

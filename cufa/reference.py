@@ -26,6 +26,8 @@ def attention(
     alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
 ) -> tuple[Array, Array]:
@@ -37,7 +39,7 @@ def attention(
     k : array, shape (batch, kv_heads, seqlen_k, head_dim)
     v : array, shape (batch, kv_heads, seqlen_k, head_dim_v)
         Leading axes may be missing; the axes of layout "bshd" are (batch, seqlen, heads, head_dim).
-    causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout
+    causal, window, mask, bias, alibi_slopes, softcap, sink, dropout_p, seed, scale, layout
         As in `cufa.attention`.
 
     Returns
@@ -73,6 +75,8 @@ def attention(
         weights = np.exp(s - largest[..., None])
         total = weights.sum(axis=-1) + np.exp(logit - largest)
         lse = largest + np.log(total)
+        if dropout_p:
+            weights = weights * kept(seed, dropout_p, s.shape) / (1 - dropout_p)
         out = (weights / np.where(empty, 1.0, total)[..., None]) @ v
 
     out = out.swapaxes(1, 2) if layout == "bshd" and rank > 2 else out
@@ -123,6 +127,12 @@ def scores(
     if mask is not None:
         visible = visible & np.asarray(mask)
     return np.where(visible, s, -np.inf)
+
+
+def kept(seed: Any, p: float, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
+    """Which weights dropout keeps, (batch, heads, seqlen_q, seqlen_k)."""
+    places = np.meshgrid(*map(np.arange, shape), indexing="ij", sparse=True)
+    return dropout_words(seed, *places) >= min(round(p * 2**32), 2**32 - 1)
 
 
 def dropout_words(seed: int, batch: Any, head: Any, row: Any, column: Any) -> NDArray[np.uint64]:

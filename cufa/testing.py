@@ -171,6 +171,8 @@ class Case:
     #: Axes of the ALiBi slopes: 1 is (heads,), 2 is (batch, heads).
     alibi: int | None = None
     sink: bool = False
+    #: Its own seed is drawn from `seed`.
+    dropout_p: float = 0.0
     algorithm: str = "auto"
     q_memory: Memory = CONTIGUOUS
     k_memory: Memory = CONTIGUOUS
@@ -235,6 +237,10 @@ class Case:
             "softcap": self.softcap,
             "layout": self.layout,
         }
+        if self.dropout_p:
+            options["dropout_p"] = self.dropout_p
+            own = np.random.default_rng([self.seed, 2])
+            options["seed"] = int(own.integers(2**64, dtype=np.uint64))
         if self.algorithm != "auto":
             options["algorithm"] = self.algorithm
         if self.mask is not None:
@@ -411,7 +417,7 @@ def cases(
         Most that ``batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)`` may be; one
         batch of one head may exceed it.
     **fixed
-        A value, or a strategy, for any field of `Case`.
+        A value, or a strategy, for any field of `Case`. `dropout_p` is 0 unless given here.
     """
 
     def pick(name: str, strategy: st.SearchStrategy[Any]) -> Any:
@@ -443,6 +449,7 @@ def cases(
         **counts,
         **options,
         dtype=dtype,
+        dropout_p=pick("dropout_p", st.just(0.0)),
         algorithm=pick("algorithm", st.just("auto")),
         layout=pick("layout", st.sampled_from(["bhsd", "bshd"])),
         scores=scores,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from emulator.card import Launch, Runner, on_every_machine
+from emulator.machine import Emulator, attention
 from emulator.run import Access
+from foreign import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import attend, cases
 
 import cufa
-from cufa import dropout, reference
+from cufa import cpu, dropout, reference
 from cufa.options import MAX_SEQLEN
+from cufa.testing import Case, assert_within_rounding, to_numpy
 
 #: Counter, key and words of Philox4x32-10, from file tests/kat_vectors of Random123, the library of
 #: Salmon et al.: all zeros, all ones, digits of pi.
@@ -28,6 +33,8 @@ KNOWN_ANSWERS = [
 N = 256
 SEEDS = st.integers(0, 2**64 - 1)
 RATES = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.1, 0.5, 0.9])
+#: Of a call in which something is dropped.
+DROPPED = st.sampled_from([0.1, 0.5, 0.9]) | st.floats(2**-20, 1 - 2**-20)
 #: Of a row or column: any, and near what 16, 32 and 30 bits hold.
 PLACES = st.integers(0, MAX_SEQLEN - 40) | st.sampled_from([0, 2**16 - 20, MAX_SEQLEN - 40])
 HEADS = st.integers(0, dropout.MAX_HEADS - 1)
@@ -199,3 +206,135 @@ def test_kernels_have_the_same_words_and_masks(machine: Runner, seed: int) -> No
     arrays = {name: (np.ascontiguousarray(a), Access.READ) for name, a in inputs.items()}
     arrays |= {name: (np.zeros_like(a), Access.WRITE_ONCE) for name, a in expected.items()}
     machine.check(Launch("dropout", arrays, {"n": N}, grid=(N // 128,)), expected, seed)
+
+
+def with_dropout(xp, case: Case) -> Case:
+    """The case by an algorithm that has dropout: on a GPU only one has."""
+    return case if xp is np else replace(case, algorithm="standard")
+
+
+@given(case=cases(dropout_p=DROPPED))
+def test_attention_with_dropout_is_the_formula(xp, fit, case):
+    case = with_dropout(xp, fit(case))
+    assert_within_rounding(attend(xp, case), case.exact())
+
+
+@given(
+    case=cases(max_elements=1 << 20, algorithm="auto", dropout_p=DROPPED),
+    scores=st.integers(30, 2000),
+    rows=st.integers(1, 50),
+)
+def test_the_blocks_of_the_cpu_may_have_any_size_and_drop_the_same(case, scores, rows):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_BLOCK_SCORES", scores)
+        patch.setattr(cpu, "_BLOCK_ROWS", rows)
+        assert_within_rounding(attend(np, case), case.exact())
+
+
+# DR4
+@given(
+    seed=SEEDS, p=st.sampled_from([0.25, 0.5, 0.75]), batch=st.integers(1, 3),
+    kv_heads=st.integers(1, 3), group=st.integers(1, 3), seqlen_q=st.integers(1, 300),
+    seqlen_k=st.sampled_from([1, 16, 64, 128]), algorithm=st.sampled_from(["auto", "standard"]),
+)  # fmt: skip
+def test_an_identity_of_values_shows_the_mask(
+    xp, seed, p, batch, kv_heads, group, seqlen_q, seqlen_k, algorithm
+):
+    heads = kv_heads * group
+    q = xp.zeros((batch, heads, seqlen_q, 16), "float32")
+    k = xp.zeros((batch, kv_heads, seqlen_k, 16), "float32")
+    v = xp.broadcast_to(xp.eye(seqlen_k, dtype="float32"), (batch, kv_heads, seqlen_k, seqlen_k))
+    algorithm = algorithm if xp is np else "standard"
+    out = cufa.attention(q, k, v, dropout_p=p, seed=seed, algorithm=algorithm)
+    mask = cufa.dropout_mask(seed, (batch, heads, seqlen_q, seqlen_k), p)
+    got = to_numpy(out) * seqlen_k  # each weight is 1 / seqlen_k, a power of two
+    np.testing.assert_array_equal(got != 0, mask)
+    np.testing.assert_array_max_ulp(got[mask], np.full(mask.sum(), 1 / (1 - p), "float32"), 2)
+
+
+@given(case=cases(dropout_p=DROPPED))
+def test_dropout_leaves_lse_as_it_is(xp, fit, case):
+    case = with_dropout(xp, fit(case))
+    lse, want = (attend(xp, c)[1] for c in (case, replace(case, dropout_p=0.0)))
+    assert_same_bits(to_numpy(lse), to_numpy(want))
+
+
+@given(case=cases(), seed=SEEDS)
+def test_a_rate_of_0_is_no_dropout(xp, fit, case, seed):
+    case = fit(case)
+    plain, with_seed = attend(xp, case), attend(xp, case, dropout_p=0.0, seed=seed)
+    for a, b in zip(plain, with_seed, strict=True):
+        assert_same_bits(to_numpy(a), to_numpy(b))
+
+
+@given(case=cases(dropout_p=DROPPED))
+def test_a_seed_gives_the_same_result_again(xp, fit, case):
+    case = with_dropout(xp, fit(case))
+    for a, b in zip(attend(xp, case), attend(xp, case), strict=True):
+        assert_same_bits(to_numpy(a), to_numpy(b))
+
+
+@given(case=cases(layout="bhsd", dropout_p=DROPPED, max_elements=1 << 20))
+def test_the_layout_of_arrays_does_not_matter_to_dropout(xp, fit, case):
+    case = with_dropout(xp, fit(case))
+    turned = replace(case, layout="bshd")
+    want = case.exact().out
+    if case.rank > 2:
+        want = want.swapaxes(-2, -3)
+    np.testing.assert_array_equal(turned.exact().out, want)
+    assert_within_rounding(attend(xp, turned), turned.exact())
+
+
+@given(case=cases(rank=4, layout="bhsd", algorithm="auto"), seed=SEEDS, p=DROPPED)
+def test_names_of_flash_attn_have_dropout(case, seed, p):
+    q, k, v = case.arrays(np)
+    out = cufa.flash_attn_func(q, k, v, dropout_p=p, seed=seed)
+    assert_same_bits(out, cufa.attention(q, k, v, dropout_p=p, seed=seed))
+
+
+BAD_DROPOUT = [  # AR1
+    (9.9e9, 0, cufa.ArgumentError, r"dropout_p is 9900000000\.0; .*below 1"),
+    (-0.1, 0, cufa.ArgumentError, r"dropout_p is -0\.1; .*at least 0"),
+    (1.0, 0, cufa.ArgumentError, r"dropout_p is 1\.0; .*below 1"),
+    (math.nan, 0, cufa.ArgumentError, r"dropout_p is nan"),
+    (None, 0, cufa.DTypeError, r"dropout_p is None, a NoneType; .*number"),
+    (0.1, None, cufa.ArgumentError, r"dropout_p is 0\.1 and seed is None; pass a seed"),
+    (0.1, -1, cufa.ArgumentError, r"seed is -1; .*at least 0"),
+    (0.0, 2**64, cufa.ArgumentError, r"seed is \d+; .*below 2\*\*64"),
+    (0.1, 0.5, cufa.DTypeError, r"seed is 0\.5, a float; .*integer in host memory"),
+]
+
+
+@pytest.mark.parametrize("call", [cufa.attention, cufa.flash_attn_func])
+@pytest.mark.parametrize(("p", "seed", "error", "message"), BAD_DROPOUT)
+def test_bad_dropout_is_refused(xp, call, p, seed, error, message):
+    q = xp.ones((1, 1, 4, 8), "float32")
+    with pytest.raises(error, match=message):
+        call(q, q, q, dropout_p=p, seed=seed)
+
+
+def test_more_heads_than_counters_tell_apart_are_refused():
+    q = np.broadcast_to(np.float32(1), (2**16, 2**16, 0, 1))
+    with pytest.raises(cufa.ShapeError, match=r"65536 batches of 65536 heads; .*2147483648"):
+        cufa.attention(q, q, q, dropout_p=0.1, seed=0)
+
+
+def test_explain_says_that_kernels_have_no_dropout():
+    q = np.ones((1, 1, 16, 64), np.float16)
+    found = cufa.explain(q, q, q, dropout_p=0.1, seed=0, arch=90)
+    assert found.kernel is None
+    assert {"has no dropout yet"} == {
+        reason for name, reason in found.refusals if not name.startswith("fa1")
+    }
+    assert cufa.explain(q, q, q, dropout_p=0.1, seed=0).kernel == "cpu"
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "fa1", "fa2", "fa3"])
+def test_kernels_refuse_dropout_before_anything_is_allocated(algorithm):
+    class Nothing(Emulator):
+        def empty(self, shape, dtype):
+            raise AssertionError("allocated")
+
+    q = np.ones((1, 1, 16, 64), np.float16)
+    with pytest.raises(cufa.UnsupportedError, match=r"has no dropout yet(.|\n)*\"standard\" has"):
+        attention(Nothing(90), q, q, q, dropout_p=0.1, seed=0, algorithm=algorithm)

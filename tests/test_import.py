@@ -17,8 +17,9 @@ PACKAGE = Path(cufa.__file__).parent
 LAYERS = (
     ("errors", "reference"),
     ("options",),
+    ("dropout",),
     ("problem", "bounds", "gpu.cache"),
-    ("arrays", "dropout", "gpu.device", "gpu.tensor_map", "testing"),
+    ("arrays", "gpu.device", "gpu.tensor_map", "testing"),
     ("gpu.registry", "gpu.params", "gpu.cublas", "standard", "rows"),
     ("gpu.config",),
     ("gpu.plan",),
