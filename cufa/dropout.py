@@ -100,7 +100,8 @@ def drop(xp: Any, seed: int, p: float, weights: Any) -> None:
     weights : array, shape (batch, heads, seqlen_q, seqlen_k)
     """
     for place, keep in _pieces(xp, seed, p, weights.shape):
-        weights[place] *= keep
+        part = weights[place]
+        part *= keep
 
 
 def keep_block(

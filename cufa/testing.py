@@ -150,7 +150,8 @@ class Case:
     #: (key, size): from this key on, scores are about `size` higher, where queries have the common
     #: vector of `SCORES` and the scale is the default. Sizes may be negative.
     jumps: tuple[tuple[int, float], ...] = ()
-    #: What `v` is multiplied by; it stays within half of what its dtype can hold.
+    #: What `v` is multiplied by; it stays within half of what its dtype can hold, also when it is
+    #: divided by ``1 - dropout_p``.
     v_size: float = 1.0
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
@@ -283,7 +284,7 @@ class Case:
         in_common = k_common(np.linspace(0, 1, self.seqlen_k)[:, None])
         for key, size in self.jumps:
             in_common[key:] += size / 200
-        most = largest(self.dtype) / 2
+        most = largest(self.dtype) / 2 * (1 - self.dropout_p)
         v = np.clip(self.v_size * v, -most, most)
         return q_noise * q + q_common * common, k_noise * k + in_common * common, v
 

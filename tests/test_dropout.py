@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from emulator.card import Launch, Runner, on_every_machine
 from emulator.machine import Emulator, attention
 from emulator.run import Access
-from foreign import assert_same_bits
+from foreign import Lender, assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import attend, cases
@@ -18,6 +19,7 @@ from laws import attend, cases
 import cufa
 from cufa import cpu, dropout, reference
 from cufa.options import MAX_SEQLEN
+from cufa.problem import make_problem
 from cufa.testing import Case, assert_within_rounding, to_numpy
 
 #: Counter, key and words of Philox4x32-10, from file tests/kat_vectors of Random123, the library of
@@ -290,6 +292,47 @@ def test_names_of_flash_attn_have_dropout(case, seed, p):
     q, k, v = case.arrays(np)
     out = cufa.flash_attn_func(q, k, v, dropout_p=p, seed=seed)
     assert_same_bits(out, cufa.attention(q, k, v, dropout_p=p, seed=seed))
+
+
+def test_far_rows_have_masks_of_their_own_in_attention():  # SZ7
+    seqlen = 73728  # row 58254 and later are beyond 2**32 weights
+    q = np.zeros((seqlen, 1), "float32")
+    v = np.eye(16, dtype="float32")[np.arange(seqlen) % 16]  # 16 neighbouring keys, told apart
+    out = cufa.attention(q, q, v, window=(15, 0), dropout_p=0.5, seed=1 << 40)
+    i = np.arange(15, seqlen)[:, None]
+    keys = i - (i - np.arange(16)) % 16  # that of each column of v, among i - 15 .. i
+    kept = reference.dropout_words(1 << 40, 0, 0, i, keys) >= dropout.threshold(0.5)
+    np.testing.assert_array_equal(out[15:], kept / 8)
+
+
+def test_a_new_seed_makes_nothing_ready_anew():
+    q = np.ones((3, 5, 7), "float32")
+    cufa.attention(q, q, q, dropout_p=0.25, seed=0)
+    before = make_problem.cache_info().misses
+    for seed in range(9):
+        cufa.attention(q, q, q, dropout_p=0.25, seed=seed)
+    assert make_problem.cache_info().misses == before
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "standard"])
+def test_arrays_of_other_libraries_have_dropout(algorithm):
+    q, k, v = np.random.default_rng().standard_normal((3, 2, 40, 16), "float32")
+    options = {"dropout_p": 0.5, "seed": 2**64 - 1, "algorithm": algorithm}
+    out = cufa.attention(*map(Lender, (q, k, v)), **options)
+    assert_same_bits(out, cufa.attention(q, k, v, **options))
+
+
+def test_memory_of_a_mask_does_not_grow_with_the_heads_of_standard_attention():
+    def peak(heads, **options):
+        q = np.ones((heads, 1024, 1), "float32")
+        tracemalloc.start()
+        cufa.attention(q, q, q, algorithm="standard", **options)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    beside = [peak(heads, dropout_p=0.5, seed=0) - peak(heads) for heads in (2, 8)]
+    assert beside[1] <= beside[0] + (1 << 20)
 
 
 BAD_DROPOUT = [  # AR1
