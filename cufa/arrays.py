@@ -214,7 +214,7 @@ def sign(
     return_lse: Any,
     algorithm: Any,
     dropout_p: Any = 0.0,
-    seed: Any = None,
+    dropout_seed: Any = None,
 ) -> Signature:
     """The call as hashable facts; options of another type than documented are refused here.
 
@@ -240,17 +240,17 @@ def sign(
         plain_choice("return_lse", return_lse, (False, True)),
         plain_choice("algorithm", algorithm, ALGORITHMS),
         facts.device == CPU or are_aligned(arrays),
-        _plain_dropout(dropout_p, seed),
+        _plain_dropout(dropout_p, dropout_seed),
     )
 
 
 def _plain_dropout(dropout_p: Any, seed: Any) -> float:
     p = plain_probability("dropout_p", dropout_p)
     if seed is not None:
-        plain_seed(seed)
+        plain_seed("dropout_seed", seed)
     elif p:
         raise ArgumentError(
-            f"dropout_p is {p} and seed is None; pass a seed, another for each call: there is no "
-            "hidden state to draw one from"
+            f"dropout_p is {p} and dropout_seed is None; pass one, another for each call: there is "
+            "no hidden state to draw one from"
         )
     return p

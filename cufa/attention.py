@@ -26,7 +26,7 @@ def attention(
     softcap: float | None = None,
     sink: Any = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    dropout_seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -79,12 +79,13 @@ def attention(
         denominator and in lse, but has no value: weight that goes nowhere. Any of the four dtypes.
         (1,) where `q` has no axis of heads.
     dropout_p : float, default 0.0
-        Probability, below 1, that a weight is dropped: after the softmax, the weights of
-        ``cufa.dropout_mask(seed, (batch, heads, seqlen_q, seqlen_k), dropout_p)`` that are kept
-        are divided by ``1 - dropout_p``, the others are 0. `lse` is as without dropout. It drops
-        whenever it is not 0: pass 0.0 outside of training. The CPU has it, and "standard".
-    seed : int, default None
-        Of dropout, which needs one: at least 0, below 2**64. The same seed drops the same weights,
+        Probability, below 1, that a weight is dropped. After the softmax, weights are divided by
+        ``1 - dropout_p`` where `cufa.dropout_mask` of this seed and probability, and of shape
+        (batch, heads, seqlen_q, seqlen_k), is True, and are 0 elsewhere. `lse` is as without
+        dropout. It drops whenever it is not 0: pass 0.0 outside of training. The CPU has it, and
+        "standard".
+    dropout_seed : int, default None
+        Dropout needs one: at least 0, below 2**64. The same seed drops the same weights,
         so take another for each call, and the same one again to repeat a call.
     scale : float, default ``1 / sqrt(head_dim)``
     layout : {"bhsd", "bshd"}, default "bhsd"
@@ -155,8 +156,8 @@ def attention(
     arrays = Arrays(q, k, v, mask, bias, alibi_slopes, sink, out)
     call: Signature | None
     try:
-        options = causal, window, softcap, scale, layout, return_lse, algorithm, dropout_p, seed
-        call = sign(arrays, *options)
+        options = causal, window, softcap, scale, layout, return_lse, algorithm
+        call = sign(arrays, *options, dropout_p, dropout_seed)
     except ForeignArray:
         call = None
     if call is None:  # out of the except clause, of which errors in here are no consequence
@@ -168,7 +169,7 @@ def attention(
             window=window,
             softcap=softcap,
             dropout_p=dropout_p,
-            seed=seed,
+            dropout_seed=dropout_seed,
             scale=scale,
             layout=layout,
             return_lse=return_lse,
@@ -176,10 +177,10 @@ def attention(
         )
         return interop.lend(on_own, arrays._asdict())
     if call.q.device == CPU:
-        return cpu.run(call, arrays, seed)
+        return cpu.run(call, arrays, dropout_seed)
     from cufa.gpu import cards
 
-    return cards.run(call, arrays, seed)
+    return cards.run(call, arrays, dropout_seed)
 
 
 def merge(

@@ -43,7 +43,7 @@ def exact(
     *,
     sink: Any = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    dropout_seed: int | None = None,
     algorithm: str = "auto",
     **options: Any,
 ) -> Exact:
@@ -55,7 +55,7 @@ def exact(
         NumPy arrays of one float dtype.
     algorithm : str, default "auto"
         The answer is the same for all; "standard" may take results that are denormal for zero.
-    sink, dropout_p, seed, **options
+    sink, dropout_p, dropout_seed, **options
         Those of `cufa.reference.attention`.
 
     Notes
@@ -88,7 +88,7 @@ def exact(
     Measuring another implementation's error instead would be a lottery: on a small problem that one
     may be exact by luck, and with scores of hundreds in 16 bits it is wrong altogether.
     """
-    dropout: dict[str, Any] = {"dropout_p": dropout_p, "seed": seed}
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     out, lse = reference.attention(q, k, v, sink=sink, **dropout, **options)
     scores = reference.scores(q, k, **options)
     layout, rank = options.get("layout", "bhsd"), q.ndim
@@ -109,7 +109,7 @@ def exact(
         moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
         counts: Any = 1
         if dropout_p:
-            counts = reference.kept(seed, dropout_p, scores.shape) / (1 - dropout_p)
+            counts = reference.kept(dropout_seed, dropout_p, scores.shape) / (1 - dropout_p)
             tiniest = max(tiniest, 3000 * smallest_normal(q.dtype))
         bound = (counts * moved) @ values
         bound += (sums + unit) * ((counts * p) @ values) + tiniest * ((counts * (p > 0)) @ values)

@@ -43,7 +43,7 @@ _PIECE = 1 << 20
 
 
 def dropout_mask(seed: int, shape: Sequence[int], p: float) -> NDArray[np.bool_]:
-    """Which weights `attention` keeps with ``dropout_p=p`` and this seed.
+    """Which weights `attention` keeps with ``dropout_p=p, dropout_seed=seed``.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def dropout_mask(seed: int, shape: Sequence[int], p: float) -> NDArray[np.bool_]
     >>> cufa.dropout_mask(7, (2, 4, 100, 100), 0.1).shape
     (2, 4, 100, 100)
     """
-    seed, p, sizes = plain_seed(seed), plain_probability("p", p), _plain_shape(shape)
+    seed, p, sizes = plain_seed("seed", seed), plain_probability("p", p), _plain_shape(shape)
     mask = np.empty((1,) * (4 - len(sizes)) + sizes, bool)
     for place, keep in _pieces(np, seed, p, mask.shape):
         mask[place] = keep

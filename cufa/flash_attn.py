@@ -20,10 +20,10 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
-    seed: int | None = None,
+    dropout_seed: int | None = None,
 ) -> Any:
-    """`cufa.attention` under flash-attn's argument names; `attn_bias`, `return_lse` and `seed` are
-    ours.
+    """`cufa.attention` under flash-attn's argument names; `attn_bias`, `return_lse` and
+    `dropout_seed` are ours.
 
     Note the layout, (batch, heads, seqlen, head_dim): flash-attn's own function takes
     (batch, seqlen, heads, head_dim); for such arrays call ``cufa.attention(..., layout="bshd")``.
@@ -45,8 +45,8 @@ def flash_attn_func(
     dropout_p : float, default 0.0
         As in `cufa.attention`: at least 0, below 1, and 0.0 outside of training.
     return_lse : bool, default False
-    seed : int, default None
-        Of dropout, which needs one; flash-attn has a hidden one, PyTorch's.
+    dropout_seed : int, default None
+        Dropout needs one; flash-attn has a hidden one, PyTorch's.
 
     Returns
     -------
@@ -70,6 +70,6 @@ def flash_attn_func(
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
-        seed=seed,
+        dropout_seed=dropout_seed,
         return_lse=return_lse,
     )

@@ -118,16 +118,16 @@ def plain_probability(name: str, value: Any) -> float:
     return p
 
 
-def plain_seed(value: Any) -> int:
+def plain_seed(name: str, value: Any) -> int:
     """A seed of 64 bits as a plain integer, from any kind of integer that is in host memory."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if not isinstance(value, Integral):
-        given = f"seed is {value!r}, a {type(value).__name__}"
+        given = f"{name} is {value!r}, a {type(value).__name__}"
         raise DTypeError(f"{given}; it must be an integer in host memory")
     seed = int(value)
     if not 0 <= seed < 1 << 64:
-        raise ArgumentError(f"seed is {seed}; it must be at least 0 and below 2**64")
+        raise ArgumentError(f"{name} is {seed}; it must be at least 0 and below 2**64")
     return seed
 
 

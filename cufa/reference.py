@@ -27,7 +27,7 @@ def attention(
     softcap: float | None = None,
     sink: Any = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    dropout_seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
 ) -> tuple[Array, Array]:
@@ -39,7 +39,7 @@ def attention(
     k : array, shape (batch, kv_heads, seqlen_k, head_dim)
     v : array, shape (batch, kv_heads, seqlen_k, head_dim_v)
         Leading axes may be missing; the axes of layout "bshd" are (batch, seqlen, heads, head_dim).
-    causal, window, mask, bias, alibi_slopes, softcap, sink, dropout_p, seed, scale, layout
+    causal, window, mask, bias, alibi_slopes, softcap, sink, dropout_p, dropout_seed, scale, layout
         As in `cufa.attention`.
 
     Returns
@@ -76,7 +76,7 @@ def attention(
         total = weights.sum(axis=-1) + np.exp(logit - largest)
         lse = largest + np.log(total)
         if dropout_p:
-            weights = weights * kept(seed, dropout_p, s.shape) / (1 - dropout_p)
+            weights = weights * kept(dropout_seed, dropout_p, s.shape) / (1 - dropout_p)
         out = (weights / np.where(empty, 1.0, total)[..., None]) @ v
 
     out = out.swapaxes(1, 2) if layout == "bshd" and rank > 2 else out

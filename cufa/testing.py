@@ -241,7 +241,7 @@ class Case:
         if self.dropout_p:
             options["dropout_p"] = self.dropout_p
             own = np.random.default_rng([self.seed, 2])
-            options["seed"] = int(own.integers(2**64, dtype=np.uint64))
+            options["dropout_seed"] = int(own.integers(2**64, dtype=np.uint64))
         if self.algorithm != "auto":
             options["algorithm"] = self.algorithm
         if self.mask is not None:

@@ -247,7 +247,7 @@ def test_an_identity_of_values_shows_the_mask(
     k = xp.zeros((batch, kv_heads, seqlen_k, 16), "float32")
     v = xp.broadcast_to(xp.eye(seqlen_k, dtype="float32"), (batch, kv_heads, seqlen_k, seqlen_k))
     algorithm = algorithm if xp is np else "standard"
-    out = cufa.attention(q, k, v, dropout_p=p, seed=seed, algorithm=algorithm)
+    out = cufa.attention(q, k, v, dropout_p=p, dropout_seed=seed, algorithm=algorithm)
     mask = cufa.dropout_mask(seed, (batch, heads, seqlen_q, seqlen_k), p)
     got = to_numpy(out) * seqlen_k  # each weight is 1 / seqlen_k, a power of two
     np.testing.assert_array_equal(got != 0, mask)
@@ -264,7 +264,7 @@ def test_dropout_leaves_lse_as_it_is(xp, fit, case):
 @given(case=cases(), seed=SEEDS)
 def test_a_rate_of_0_is_no_dropout(xp, fit, case, seed):
     case = fit(case)
-    plain, with_seed = attend(xp, case), attend(xp, case, dropout_p=0.0, seed=seed)
+    plain, with_seed = attend(xp, case), attend(xp, case, dropout_p=0.0, dropout_seed=seed)
     for a, b in zip(plain, with_seed, strict=True):
         assert_same_bits(to_numpy(a), to_numpy(b))
 
@@ -290,15 +290,15 @@ def test_the_layout_of_arrays_does_not_matter_to_dropout(xp, fit, case):
 @given(case=cases(rank=4, layout="bhsd", algorithm="auto"), seed=SEEDS, p=DROPPED)
 def test_names_of_flash_attn_have_dropout(case, seed, p):
     q, k, v = case.arrays(np)
-    out = cufa.flash_attn_func(q, k, v, dropout_p=p, seed=seed)
-    assert_same_bits(out, cufa.attention(q, k, v, dropout_p=p, seed=seed))
+    out = cufa.flash_attn_func(q, k, v, dropout_p=p, dropout_seed=seed)
+    assert_same_bits(out, cufa.attention(q, k, v, dropout_p=p, dropout_seed=seed))
 
 
 def test_far_rows_have_masks_of_their_own_in_attention():  # SZ7
     seqlen = 73728  # row 58254 and later are beyond 2**32 weights
     q = np.zeros((seqlen, 1), "float32")
     v = np.eye(16, dtype="float32")[np.arange(seqlen) % 16]  # 16 neighbouring keys, told apart
-    out = cufa.attention(q, q, v, window=(15, 0), dropout_p=0.5, seed=1 << 40)
+    out = cufa.attention(q, q, v, window=(15, 0), dropout_p=0.5, dropout_seed=1 << 40)
     i = np.arange(15, seqlen)[:, None]
     keys = i - (i - np.arange(16)) % 16  # that of each column of v, among i - 15 .. i
     kept = reference.dropout_words(1 << 40, 0, 0, i, keys) >= dropout.threshold(0.5)
@@ -307,17 +307,17 @@ def test_far_rows_have_masks_of_their_own_in_attention():  # SZ7
 
 def test_a_new_seed_makes_nothing_ready_anew():
     q = np.ones((3, 5, 7), "float32")
-    cufa.attention(q, q, q, dropout_p=0.25, seed=0)
+    cufa.attention(q, q, q, dropout_p=0.25, dropout_seed=0)
     before = make_problem.cache_info().misses
     for seed in range(9):
-        cufa.attention(q, q, q, dropout_p=0.25, seed=seed)
+        cufa.attention(q, q, q, dropout_p=0.25, dropout_seed=seed)
     assert make_problem.cache_info().misses == before
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "standard"])
 def test_arrays_of_other_libraries_have_dropout(algorithm):
     q, k, v = np.random.default_rng().standard_normal((3, 2, 40, 16), "float32")
-    options = {"dropout_p": 0.5, "seed": 2**64 - 1, "algorithm": algorithm}
+    options = {"dropout_p": 0.5, "dropout_seed": 2**64 - 1, "algorithm": algorithm}
     out = cufa.attention(*map(Lender, (q, k, v)), **options)
     assert_same_bits(out, cufa.attention(q, k, v, **options))
 
@@ -331,7 +331,7 @@ def test_memory_of_a_mask_does_not_grow_with_the_heads_of_standard_attention():
         tracemalloc.stop()
         return most
 
-    beside = [peak(heads, dropout_p=0.5, seed=0) - peak(heads) for heads in (2, 8)]
+    beside = [peak(heads, dropout_p=0.5, dropout_seed=0) - peak(heads) for heads in (2, 8)]
     assert beside[1] <= beside[0] + (1 << 20)
 
 
@@ -341,10 +341,10 @@ BAD_DROPOUT = [  # AR1
     (1.0, 0, cufa.ArgumentError, r"dropout_p is 1\.0; .*below 1"),
     (math.nan, 0, cufa.ArgumentError, r"dropout_p is nan"),
     (None, 0, cufa.DTypeError, r"dropout_p is None, a NoneType; .*number"),
-    (0.1, None, cufa.ArgumentError, r"dropout_p is 0\.1 and seed is None; pass a seed"),
-    (0.1, -1, cufa.ArgumentError, r"seed is -1; .*at least 0"),
-    (0.0, 2**64, cufa.ArgumentError, r"seed is \d+; .*below 2\*\*64"),
-    (0.1, 0.5, cufa.DTypeError, r"seed is 0\.5, a float; .*integer in host memory"),
+    (0.1, None, cufa.ArgumentError, r"dropout_p is 0\.1 and dropout_seed is None; pass one"),
+    (0.1, -1, cufa.ArgumentError, r"dropout_seed is -1; .*at least 0"),
+    (0.0, 2**64, cufa.ArgumentError, r"dropout_seed is \d+; .*below 2\*\*64"),
+    (0.1, 0.5, cufa.DTypeError, r"dropout_seed is 0\.5, a float; .*integer in host memory"),
 ]
 
 
@@ -353,23 +353,23 @@ BAD_DROPOUT = [  # AR1
 def test_bad_dropout_is_refused(xp, call, p, seed, error, message):
     q = xp.ones((1, 1, 4, 8), "float32")
     with pytest.raises(error, match=message):
-        call(q, q, q, dropout_p=p, seed=seed)
+        call(q, q, q, dropout_p=p, dropout_seed=seed)
 
 
 def test_more_heads_than_counters_tell_apart_are_refused():
     q = np.broadcast_to(np.float32(1), (2**16, 2**16, 0, 1))
     with pytest.raises(cufa.ShapeError, match=r"65536 batches of 65536 heads; .*2147483648"):
-        cufa.attention(q, q, q, dropout_p=0.1, seed=0)
+        cufa.attention(q, q, q, dropout_p=0.1, dropout_seed=0)
 
 
 def test_explain_says_that_kernels_have_no_dropout():
     q = np.ones((1, 1, 16, 64), np.float16)
-    found = cufa.explain(q, q, q, dropout_p=0.1, seed=0, arch=90)
+    found = cufa.explain(q, q, q, dropout_p=0.1, dropout_seed=0, arch=90)
     assert found.kernel is None
     assert {"has no dropout yet"} == {
         reason for name, reason in found.refusals if not name.startswith("fa1")
     }
-    assert cufa.explain(q, q, q, dropout_p=0.1, seed=0).kernel == "cpu"
+    assert cufa.explain(q, q, q, dropout_p=0.1, dropout_seed=0).kernel == "cpu"
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "fa1", "fa2", "fa3"])
@@ -380,4 +380,4 @@ def test_kernels_refuse_dropout_before_anything_is_allocated(algorithm):
 
     q = np.ones((1, 1, 16, 64), np.float16)
     with pytest.raises(cufa.UnsupportedError, match=r"has no dropout yet(.|\n)*\"standard\" has"):
-        attention(Nothing(90), q, q, q, dropout_p=0.1, seed=0, algorithm=algorithm)
+        attention(Nothing(90), q, q, q, dropout_p=0.1, dropout_seed=0, algorithm=algorithm)
