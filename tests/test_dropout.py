@@ -75,12 +75,12 @@ def test_the_mask_is_that_of_the_words_of_each_position(seed, p, shape):
     width=SIZES,
 )  # fmt: skip
 def test_a_block_from_anywhere_is_a_part_of_the_mask(
-    seed, p, batch, head, row, column, height, width
+    xp, seed, p, batch, head, row, column, height, width
 ):
     rows, columns = slice(row, row + height), slice(column, column + width)
-    block = dropout.keep_block(np, seed, p, batch, head, rows, columns)
+    block = dropout.keep_block(xp, seed, p, xp.asarray(batch), xp.asarray(head), rows, columns)
     want = reference.dropout_words(seed, batch, head, *np.ogrid[rows, columns])
-    np.testing.assert_array_equal(block, want >= dropout.threshold(p))
+    np.testing.assert_array_equal(to_numpy(block), want >= dropout.threshold(p))
 
 
 @given(seed=SEEDS, p=RATES, shape=SHAPES, piece=st.integers(1, 3000))
