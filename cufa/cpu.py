@@ -409,7 +409,11 @@ def _drop(problem: Problem, seed: Any, p: Array, task: Task, keys: slice) -> Non
     """Set the weights that dropout drops to 0, in place."""
     batches, kv_heads, group = (np.arange(cut.start, cut.stop) for cut in task[:3])
     heads = kv_heads[:, None] * problem.group + group
-    p *= keep_block(np, seed, problem.dropout_p, batches[:, None, None], heads, task[3], keys)
+    keep = np.empty_like(p, bool)  # it lies as p does: to cross the two orders costs more
+    keep[...] = keep_block(
+        np, seed, problem.dropout_p, batches[:, None, None], heads, task[3], keys
+    )
+    p *= keep
 
 
 def _offsets(rows: slice, keys: slice, diagonal: int) -> Array:

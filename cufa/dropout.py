@@ -40,6 +40,8 @@ _ROUNDS = 10
 MAX_HEADS = 1 << 31
 #: Most weights of a piece whose words are computed at once: 20 MB of words.
 _PIECE = 1 << 20
+#: Counters of a head that NumPy computes at once: they stay in the processor's cache.
+_STRIP = 1 << 13
 
 
 def dropout_mask(seed: int, shape: Sequence[int], p: float) -> NDArray[np.bool_]:
@@ -126,16 +128,17 @@ def keep_block(
     """
     i, j = (_pairs(xp, x) for x in (rows, columns))
     per_head = [xp.asarray(x).astype("uint64")[..., None, None] for x in (head, batch)]
-    words = philox((j, i[:, None], *per_head), (int(seed) & _WORD, int(seed) >> 32))
-    leading = words[0].shape[:-2]
+    leading = np.broadcast_shapes(*(x.shape for x in per_head))[:-2]
     tiles = i.size // 8, j.size // 8
     # Axes: tile, which of a pair, which pair; the same again for columns.
     keep = xp.empty((*leading, tiles[0], 2, 8, tiles[1], 2, 8), bool)
-    least = np.uint64(threshold(p))
-    for place, word in enumerate(words):
-        keep[..., place // 2, :, :, place % 2, :] = (word >= least).reshape(
-            *leading, tiles[0], 8, tiles[1], 8
-        )
+    key, least = (int(seed) & _WORD, int(seed) >> 32), np.uint64(threshold(p))
+    strip = max(1, _STRIP // max(1, 8 * j.size) if xp is np else tiles[0])
+    for first in range(0, tiles[0], strip):
+        words = philox((j, i[8 * first : 8 * (first + strip), None], *per_head), key)
+        for place, word in enumerate(words):
+            part = keep[..., first : first + strip, place // 2, :, :, place % 2, :]
+            part[...] = (word >= least).reshape(part.shape)
     keep = keep.reshape(*leading, 2 * i.size, 2 * j.size)
     first, left = rows.start % 16, columns.start % 16
     height, width = (x.stop - x.start for x in (rows, columns))
