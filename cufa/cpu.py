@@ -407,12 +407,10 @@ def _modify_scores(problem: Problem, views: _Views, s: Array, task: Task, keys: 
 
 def _drop(problem: Problem, seed: Any, p: Array, task: Task, keys: slice) -> None:
     """Set the weights that dropout drops to 0, in place."""
-    batches, kv_heads, group = (np.arange(cut.start, cut.stop) for cut in task[:3])
-    heads = kv_heads[:, None] * problem.group + group
+    batch, kv_heads, group = (np.arange(cut.start, cut.stop) for cut in task[:3])
+    batch, head = batch[:, None, None], kv_heads[:, None] * problem.group + group
     keep = np.empty_like(p, bool)  # it lies as p does: to cross the two orders costs more
-    keep[...] = keep_block(
-        np, seed, problem.dropout_p, batches[:, None, None], heads, task[3], keys
-    )
+    keep[...] = keep_block(np, seed, problem.dropout_p, batch, head, task[3], keys)
     p *= keep
 
 

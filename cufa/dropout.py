@@ -40,7 +40,7 @@ _ROUNDS = 10
 MAX_HEADS = 1 << 31
 #: Most weights of a piece whose words are computed at once: 20 MB of words.
 _PIECE = 1 << 20
-#: Counters of a head that NumPy computes at once: they stay in the processor's cache.
+#: Counters of a head that NumPy computes at once: their words stay in the processor's cache.
 _STRIP = 1 << 13
 
 
@@ -140,9 +140,9 @@ def keep_block(
             part = keep[..., first : first + strip, place // 2, :, :, place % 2, :]
             part[...] = (word >= least).reshape(part.shape)
     keep = keep.reshape(*leading, 2 * i.size, 2 * j.size)
-    first, left = rows.start % 16, columns.start % 16
+    top, left = rows.start % 16, columns.start % 16
     height, width = (x.stop - x.start for x in (rows, columns))
-    return keep[..., first : first + height, left : left + width]
+    return keep[..., top : top + height, left : left + width]
 
 
 def threshold(p: float) -> int:
