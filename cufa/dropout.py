@@ -11,10 +11,11 @@ Layout. The weight of query row i and key column j of a head has a word of its o
   pairs of positions that are 8 apart, x and x + 8;
 - word: ``2 * (i // 8 % 2) + j // 8 % 2`` of the four.
 
-So one counter serves rows i and i + 8 with columns j and j + 8. A thread that works with tensor
-cores holds just these four of a 16x16 tile of weights, and of a transposed one too, so it computes
-no word for another. All it takes is tiles that begin at multiples of 16. Rows and columns below
-2**30, heads and batches below 2**32 are words as they are: no position wraps.
+So one counter serves rows i and i + 8 with columns j and j + 8. Of a 16x16 tile of weights in the
+fragments of tensor cores, transposed or not, a thread holds eight: all that two counters serve. It
+computes no word for another thread, whatever the tiles of its kernel, if they begin at multiples of
+16. Rows and columns below 2**30, heads and batches below 2**32 are words as they are: no position
+wraps.
 
 A weight is kept if its word is at least ``threshold(p)``: integers, so that all backends agree.
 """

@@ -141,6 +141,23 @@ def test_rows_are_told_apart_beyond_2_to_the_32_weights(seed, row, seqlen_k):
     assert abs((here == there).mean() - 0.5) <= deviation(here.size)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_thread_of_tensor_cores_needs_no_word_for_another(transposed):
+    # PTX ISA, accumulators of mma.m16n8: rows g and g + 8, columns 2 t and 2 t + 1; here two tiles.
+    tile = np.arange(256).reshape(16, 16)
+    words = reference.dropout_words(0, 0, 0, *np.ogrid[:16, :16])
+    words, tile = (words.T, tile.T) if transposed else (words, tile)
+    held, computed = [], []
+    for lane in range(32):
+        group, pair = lane // 4, 2 * (lane % 4)
+        rows, columns = [group, group + 8], [pair, pair + 1, pair + 8, pair + 9]
+        held.append(set(words[np.ix_(rows, columns)].ravel().tolist()))
+        places = [divmod(int(n), 16) for n in tile[np.ix_(rows[:1], columns[:2])].ravel()]
+        counters = [[np.array(n, np.uint64) for n in (j, i, 0, 0)] for i, j in places]
+        computed.append({int(word) for c in counters for word in dropout.philox(c, (0, 0))})
+    assert held == computed
+
+
 BAD_MASKS = [
     (0, (4, 4), 1.0, cufa.ArgumentError, r"p is 1\.0; .*below 1"),
     (0, (4, 4), -0.1, cufa.ArgumentError, r"p is -0\.1; .*at least 0"),

@@ -30,7 +30,7 @@ DEVICE DropoutBits philox4x32(u32 a, u32 b, u32 c, u32 d, u32 key_a, u32 key_b) 
 }
 
 // What rows `row` and `row` + 8 and columns `column` and `column` + 8 of a head are compared with:
-// the words that a thread needs whose fragment of a 16x16 tile begins there, transposed or not.
+// of a 16x16 tile in tensor cores' fragments, transposed or not, a thread holds two such fours.
 // `row % 16` and `column % 16` are below 8. Nothing here is below 0.
 DEVICE DropoutBits dropout_bits(u64 seed, int batch, int head, int row, int column) {
   const u32 row_pair = u32(row >> 4) * 8 + u32(row & 7);
