@@ -44,7 +44,7 @@ SIZES = st.integers(1, 40)
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 70), st.integers(0, 70))
 
 
-def words(text):
+def hexadecimal(text):
     """Hexadecimal words as arrays."""
     return [np.array(int(word, 16), np.uint64) for word in text.split()]
 
@@ -58,8 +58,8 @@ def deviation(count):
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN_ANSWERS)
 @pytest.mark.parametrize("philox", [dropout.philox, reference.philox4x32])
 def test_philox_gives_the_known_answers(philox, counter, key, answer):
-    key = tuple(int(word) for word in words(key))
-    np.testing.assert_array_equal(philox(words(counter), key), words(answer))
+    key = tuple(int(word) for word in hexadecimal(key))
+    np.testing.assert_array_equal(philox(hexadecimal(counter), key), hexadecimal(answer))
 
 
 @given(seed=SEEDS, p=RATES, shape=SHAPES)
@@ -109,6 +109,15 @@ def test_weights_are_kept_at_the_rate_asked_for(seed, p):
 def test_the_threshold_is_the_rate_in_units_of_a_word(p):
     assert abs(dropout.threshold(p) - p * 2**32) <= 1
     assert dropout.threshold(p) < 2**32
+
+
+@given(seed=SEEDS, row=PLACES, column=PLACES)
+def test_a_word_at_the_threshold_is_kept_and_one_below_is_not(seed, row, column):
+    place = slice(row, row + 1), slice(column, column + 1)
+    word = int(reference.dropout_words(seed, 0, 0, row, column))
+    assert dropout.keep_block(np, seed, word / 2**32, 0, 0, *place).all()
+    above = min(word + 1, 2**32 - 1) / 2**32
+    assert dropout.keep_block(np, seed, above, 0, 0, *place).any() == (word == 2**32 - 1)
 
 
 # DR1
@@ -200,7 +209,10 @@ def test_kernels_have_the_same_words_and_masks(machine: Runner, seed: int) -> No
     batch, head = rng.integers(0, dropout.MAX_HEADS, (2, N), dtype=np.int32)
     row, column = rng.integers(0, MAX_SEQLEN, (2, N), dtype=np.int32) >> rng.integers(0, 30, (2, N))
     row, column = row.astype(np.int32), column.astype(np.int32)
-    thresholds = np.array([dropout.threshold(p) for p in rng.random(N)], np.uint32)
+    thresholds = rng.integers(0, 2**32, N, dtype=np.uint32)
+    own = zip(seeds.tolist(), batch, head, row, column, strict=True)
+    words = np.array([reference.dropout_words(*place) for place in own]).astype(np.uint32)
+    thresholds[::2] = words[::2] + rng.integers(0, 2, N // 2, dtype=np.uint32)  # the edge
 
     def kept(rows, columns):
         found = [
