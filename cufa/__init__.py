@@ -10,6 +10,7 @@ from typing import Any
 
 from cufa.attention import attention, merge
 from cufa.backward import attention_backward, attention_vjp
+from cufa.dropout import dropout_mask
 from cufa.errors import (
     ArgumentError,
     BuildError,
@@ -39,6 +40,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_vjp",
+    "dropout_mask",
     "explain",
     "flash_attn_func",
     "get_best_config",

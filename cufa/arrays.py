@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.errors import ArgumentError, DTypeError
-from cufa.options import ALGORITHMS, CAUSAL, LAYOUTS, plain_choice, plain_number, plain_window
+from cufa.options import (
+    ALGORITHMS,
+    CAUSAL,
+    LAYOUTS,
+    plain_choice,
+    plain_number,
+    plain_probability,
+    plain_seed,
+    plain_window,
+)
 from cufa.problem import ArrayFacts, Signature
 
 CPU = -1
@@ -204,8 +213,14 @@ def sign(
     layout: Any,
     return_lse: Any,
     algorithm: Any,
+    dropout_p: Any = 0.0,
+    dropout_seed: Any = None,
 ) -> Signature:
-    """The call as hashable facts; options of another type than documented are refused here."""
+    """The call as hashable facts; options of another type than documented are refused here.
+
+    The seed is checked, but is no part of them, as pointers are none: nothing that is made ready
+    for one seed would serve the next.
+    """
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
     facts = describe("q", q)
     return Signature(
@@ -225,4 +240,17 @@ def sign(
         plain_choice("return_lse", return_lse, (False, True)),
         plain_choice("algorithm", algorithm, ALGORITHMS),
         facts.device == CPU or are_aligned(arrays),
+        _plain_dropout(dropout_p, dropout_seed),
     )
+
+
+def _plain_dropout(dropout_p: Any, seed: Any) -> float:
+    p = plain_probability("dropout_p", dropout_p)
+    if seed is not None:
+        plain_seed("dropout_seed", seed)
+    elif p:
+        raise ArgumentError(
+            f"dropout_p is {p} and dropout_seed is None; pass one, another for each call: there is "
+            "no hidden state to draw one from"
+        )
+    return p

@@ -25,6 +25,8 @@ def attention(
     alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
@@ -42,7 +44,7 @@ def attention(
 
     The score of query i and key j is ``s = scale * q[i] @ k[j]``; then
     ``softcap * tanh(s / softcap)``; then ``- slope * |i + seqlen_k - seqlen_q - j|`` and
-    ``+ bias``; then masks; then softmax over the keys.
+    ``+ bias``; then masks; then softmax over the keys; then dropout.
 
     Parameters
     ----------
@@ -76,6 +78,15 @@ def attention(
         A score for each query head, neither scaled nor capped, that takes part in the softmax's
         denominator and in lse, but has no value: weight that goes nowhere. Any of the four dtypes.
         (1,) where `q` has no axis of heads.
+    dropout_p : float, default 0.0
+        Probability, below 1, that a weight is dropped. After the softmax, weights are divided by
+        ``1 - dropout_p`` where `cufa.dropout_mask` of this seed and probability, and of shape
+        (batch, heads, seqlen_q, seqlen_k), is True, and are 0 elsewhere. `lse` is as without
+        dropout. It drops whenever it is not 0: pass 0.0 outside of training. The CPU has it, and
+        "standard".
+    dropout_seed : int, default None
+        Dropout needs one: at least 0, below 2**64. The same seed drops the same weights,
+        so take another for each call, and the same one again to repeat a call.
     scale : float, default ``1 / sqrt(head_dim)``
     layout : {"bhsd", "bshd"}, default "bhsd"
         "bshd": the axes of `q`, `k`, `v` and the result are (batch, seqlen, heads, head_dim).
@@ -119,8 +130,8 @@ def attention(
     OutOfMemoryError
         The scores that "standard" holds do not fit into memory.
     UnsupportedError
-        No kernel of this algorithm serves this dtype, head_dim and memory on this GPU; "fa1" or
-        "fa3" on NumPy arrays; a PyTorch tensor requires grad.
+        No kernel of this algorithm serves this dtype, head_dim and memory, or none has dropout, on
+        this GPU; "fa1" or "fa3" on NumPy arrays; a PyTorch tensor requires grad.
 
     Notes
     -----
@@ -145,7 +156,8 @@ def attention(
     arrays = Arrays(q, k, v, mask, bias, alibi_slopes, sink, out)
     call: Signature | None
     try:
-        call = sign(arrays, causal, window, softcap, scale, layout, return_lse, algorithm)
+        options = causal, window, softcap, scale, layout, return_lse, algorithm
+        call = sign(arrays, *options, dropout_p, dropout_seed)
     except ForeignArray:
         call = None
     if call is None:  # out of the except clause, of which errors in here are no consequence
@@ -156,6 +168,8 @@ def attention(
             causal=causal,
             window=window,
             softcap=softcap,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
             scale=scale,
             layout=layout,
             return_lse=return_lse,
@@ -163,10 +177,10 @@ def attention(
         )
         return interop.lend(on_own, arrays._asdict())
     if call.q.device == CPU:
-        return cpu.run(call, arrays)
+        return cpu.run(call, arrays, dropout_seed)
     from cufa.gpu import cards
 
-    return cards.run(call, arrays)
+    return cards.run(call, arrays, dropout_seed)
 
 
 def merge(

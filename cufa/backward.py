@@ -38,6 +38,8 @@ def attention_backward(
     alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     algorithm: str = "auto",
@@ -54,7 +56,7 @@ def attention_backward(
     dout : array, shape and dtype of `out`
         The derivative of the loss by each element of `out`. Any strides, as for all arrays here.
     q, k, v : array
-    causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout
+    causal, window, mask, bias, alibi_slopes, softcap, sink, dropout_p, dropout_seed, scale, layout
         What `attention` was called with.
     out, lse : array
         What it returned, with `return_lse`. Where keys were attended to in parts that `merge` put
@@ -95,7 +97,9 @@ def attention_backward(
     Notes
     -----
     With ``P = exp(S - lse)`` and ``D = rowsum(dO * O) - dlse``: ``dV = P^T dO``,
-    ``dS = P * (dO V^T - D)``, ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. Sums are in float32
+    ``dS = P * (dO V^T - D)``, ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. Dropout, which is the
+    same function of seed and position again, takes P in dV and dO V^T to 0 or divides them by
+    ``1 - dropout_p``. Sums are in float32
     (float64 for float64 inputs). A gradient that its dtype cannot hold is infinite.
 
     Source: Dao, arXiv:2307.08691, Algorithm 2.
@@ -116,6 +120,8 @@ def attention_backward(
         "causal": causal,
         "window": window,
         "softcap": softcap,
+        "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed,
         "scale": scale,
         "layout": layout,
         "algorithm": algorithm,
@@ -134,7 +140,7 @@ def attention_backward(
         found = interop.lend(again, borrowed, writes="")  # none of them, `out` neither
         return Gradients(**{f"d{name}": a for name, a in zip(names, found, strict=True)})
     if call.forward.q.device == CPU:
-        return cpu_backward.run(call, arrays, saved)
+        return cpu_backward.run(call, arrays, saved, dropout_seed)
     make_backward(call)
     raise _no_gpu()
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa.arrays import Arrays, distinct, narrowed
+from cufa.dropout import keep_block
 from cufa.problem import Problem
 
 Array = NDArray[Any]
@@ -54,9 +55,13 @@ class Views(NamedTuple):
     bias: Array | None
     alibi_slopes: Array | None
     sink: Array | None
+    #: Of dropout: not an array, but no part of the problem either.
+    seed: Any
 
 
-def views_of(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str) -> Views:
+def views_of(
+    problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: str, seed: Any
+) -> Views:
     """The arrays of a call, and where its results are or go."""
 
     def optional(a: Array | None, rows: int, columns: int) -> Array | None:
@@ -77,6 +82,7 @@ def views_of(problem: Problem, arrays: Arrays, out: Array, lse: Array, layout: s
         bias=optional(arrays.bias, problem.seqlen_q, problem.seqlen_k),
         alibi_slopes=per_head(arrays.alibi_slopes),
         sink=per_head(arrays.sink),
+        seed=seed,
     )
 
 
@@ -348,6 +354,15 @@ def modify_scores(problem: Problem, views: Views, s: Array, task: Task, keys: sl
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) > band.right)
     if band.left is not None and keys.start < rows.stop - 1 + band.diagonal - band.left:
         np.copyto(s, -np.inf, where=_offsets(rows, keys, band.diagonal) < -band.left)
+
+
+def kept_weights(problem: Problem, views: Views, p: Array, task: Task, keys: slice) -> Array:
+    """Where dropout keeps the weights `p`, which have the axes of `Views`."""
+    batch, kv_heads, group = (np.arange(cut.start, cut.stop) for cut in task[:3])
+    batch, head = batch[:, None, None], kv_heads[:, None] * problem.group + group
+    keep = np.empty_like(p, bool)  # it lies as p does: to cross the two orders costs more
+    keep[...] = keep_block(np, views.seed, problem.dropout_p, batch, head, task[3], keys)
+    return keep
 
 
 def _offsets(rows: slice, keys: slice, diagonal: int) -> Array:

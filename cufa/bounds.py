@@ -15,6 +15,10 @@ from cufa import reference
 
 Array = NDArray[np.float64]
 
+#: Weights below this many times the smallest normal number may count as zero: e**8, and what comes
+#: of rounding its logarithm.
+VANISHING = 3000
+
 
 class Error(NamedTuple):
     """How far a result is from the exact answer, at its worst."""
@@ -37,7 +41,15 @@ class Exact(NamedTuple):
 
 
 def exact(
-    q: Any, k: Any, v: Any, *, sink: Any = None, algorithm: str = "auto", **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    algorithm: str = "auto",
+    **options: Any,
 ) -> Exact:
     """The oracle's answer to one call of `cufa.attention`, with a bound on each element's error.
 
@@ -47,7 +59,7 @@ def exact(
         NumPy arrays of one float dtype.
     algorithm : str, default "auto"
         The answer is the same for all; "standard" may take results that are denormal for zero.
-    sink, **options
+    sink, dropout_p, dropout_seed, **options
         Those of `cufa.reference.attention`.
 
     Notes
@@ -57,10 +69,11 @@ def exact(
     ``eps`` the distance of the accumulator's numbers at 1, and ``u`` the dtype's unit roundoff:
 
     - Scores: a dot product of d terms, in any order, is off by ``sqrt(d) * eps * |q| @ |k|``: the
-      probable bound of Higham and Mary 2019. The certain one has d in place of its root, is never
-      met, and would let TF32 pass for float32. Scale, cap, ALiBi, bias, the change to base 2 and
-      the subtraction of the maximum are a few roundings more: ``4 * eps`` times the size of what
-      they handle.
+      probable bound of Higham and Mary 2019. The certain one has ``d / 2`` in place of the root and
+      would let TF32 pass for float32; it is met, and stands, only where all terms are one number,
+      so that their roundings are alike too. Scale, cap, ALiBi, bias, the change to base 2 and the
+      subtraction of the maximum are a few roundings more: ``4 * eps`` times the size of what they
+      handle.
     - Weights: ``p * expm1(delta)`` for scores that are off by ``delta``, the key's own error and,
       through the sum, the average one.
     - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
@@ -71,12 +84,17 @@ def exact(
     - The result: two units in the last place of the largest element of its row. Of algorithm
       "standard" the accumulator's smallest normal number too: what an array library computes
       below it may be zero, as with CuPy, which compiles its kernels so.
+    - Dropout: the errors of the weights that are kept, times what these are multiplied by; that is
+      exact but for a rounding or two, of the 8 above. What vanishes does so before, and as zero
+      may count weights below 3000 of the accumulator's smallest normal numbers: they are nothing
+      beside the row's largest, but dropout may leave nothing else.
     - lse: the average ``delta``, the sum's ``(sqrt(seqlen_k) + 8) * eps``, and ``4 * eps * |lse|``.
 
     Measuring another implementation's error instead would be a lottery: on a small problem that one
     may be exact by luck, and with scores of hundreds in 16 bits it is wrong altogether.
     """
-    out, lse = reference.attention(q, k, v, sink=sink, **options)
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    out, lse = reference.attention(q, k, v, sink=sink, **dropout, **options)
     scores = reference.scores(q, k, **options)
     layout, rank = options.get("layout", "bhsd"), q.ndim
     out4 = reference.four_axes(out, layout)
@@ -92,13 +110,18 @@ def exact(
         delta = np.where(p == 0, 0, score_errors(q, k, base, **options))
         average = (p * delta).sum(-1, keepdims=True)
         moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
-        bound = moved @ values
-        bound += (sums + unit) * (p @ values) + tiniest * ((p > 0) @ values)
+        counts: Any = 1
+        if dropout_p:
+            counts = reference.kept(dropout_seed, dropout_p, scores.shape) / (1 - dropout_p)
+            tiniest = max(tiniest, VANISHING * smallest_normal(q.dtype))
+        bound = (counts * moved) @ values
+        bound += (sums + unit) * ((counts * p) @ values) + tiniest * ((counts * (p > 0)) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
-        bound += scores.shape[3] * smallest(q.dtype)
+        vanishing = scores.shape[3] * smallest(q.dtype)
         if algorithm == "standard":
-            bound += smallest_normal(q.dtype)
+            vanishing += smallest_normal(q.dtype)
+        bound += vanishing / (1 - dropout_p)
         bound = np.where(unseen, 0, bound)
         lse_bound = average + sums + 4 * eps * abs(lse4)
 
@@ -161,7 +184,7 @@ def fractions(got: Any, want: Array, bound: Array) -> Array:
     Where the exact answer is NaN or infinite, 0 if the result is the same, else infinity.
     """
     got = to_numpy(got).astype(np.float64)
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         off = abs(got - want)
         part = off / bound
         part = np.where(np.isnan(part), np.where(off <= bound, 0, np.inf), part)  # 0 / 0, NaN
@@ -177,8 +200,18 @@ def to_numpy(a: Any) -> NDArray[Any]:
 def score_errors(q: Any, k: Any, base: Array, **options: Any) -> Array:
     """How far the difference of every score and `base`, as large as lse, may be off."""
     product, later = score_sizes(q, k, **options)
-    errors = (math.sqrt(q.shape[-1]) + 4) * product + 4 * (later + abs(base))
+    errors = (dot_growth(q, k, **options) + 4) * product + 4 * (later + abs(base))
     return rounding(q.dtype)[0] * errors
+
+
+def dot_growth(a: Any, b: Any, layout: str = "bhsd", **_: Any) -> Array:
+    """Of the dot product of each row of `a` and of `b`: its error, in ``eps * |a| @ |b|``."""
+    a, b = (reference.four_axes(x, layout) for x in (a, b))
+    b = reference.per_query_head(b, a.shape[1])
+    rows, columns = ((x == x[..., :1]).all(-1) for x in (a, b))
+    probable = math.sqrt(a.shape[-1])
+    certain = max(a.shape[-1] / 2, probable)
+    return np.where(rows[..., :, None] & columns[..., None, :], certain, probable)
 
 
 def score_sizes(

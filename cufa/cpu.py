@@ -27,6 +27,7 @@ from cufa.blocks import (
     cap_scores,
     cuts,
     for_blas,
+    kept_weights,
     load_queries,
     matmul,
     modify_scores,
@@ -43,8 +44,8 @@ from cufa.problem import Problem, Signature, make_problem
 ALGORITHMS = ("auto", "fa2", "standard")
 
 
-def run(call: Signature, arrays: Arrays) -> Any:
-    """Attention on NumPy arrays; see `cufa.attention`.
+def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
+    """Attention on NumPy arrays; see `cufa.attention`. `seed` is that of dropout.
 
     Raises
     ------
@@ -63,12 +64,13 @@ def run(call: Signature, arrays: Arrays) -> Any:
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
     if problem.algorithm == "standard":
-        return standard.run(standard.NUMPY, problem, arrays, call.layout)
+        return standard.run(standard.NUMPY, problem, arrays, call.layout, seed)
     if out is None:
         out = host_empty(problem.out_shape, arrays.q.dtype)
     lse = host_empty(problem.lse_shape, problem.accumulator)
     if out.size:
-        _run_tasks(problem, views_of(problem, arrays, out, lse, call.layout), tiling_of(problem))
+        views = views_of(problem, arrays, out, lse, call.layout, seed)
+        _run_tasks(problem, views, tiling_of(problem))
     return (out, lse) if problem.return_lse else out
 
 
@@ -122,6 +124,9 @@ def _forward(problem: Problem, views: Views, space: _Space, task: Task) -> None:
         p = np.exp(s, out=s)  # P = exp(S - m)
         rescale = np.exp(m - m_new)  # acc and total so far are relative to the previous m
         total = total * rescale + p.sum(axis=-1, keepdims=True)
+        if problem.dropout_p:  # the sum is that of all weights
+            weights = p.reshape(*split, -1)
+            weights *= kept_weights(problem, views, weights, task, keys)
         matmul(p, v, pv)
         acc *= rescale
         acc += pv
@@ -135,6 +140,6 @@ def _forward(problem: Problem, views: Views, space: _Space, task: Task) -> None:
         total = total * rescale + np.exp(sink - m_new)
         acc *= rescale
         m = m_new
-    acc /= np.where(total == 0, 1, total)  # a row that saw no key gives 0
+    acc /= np.where(total == 0, 1, total) * (1 - problem.dropout_p)  # no key seen: 0
     views.out[task] = acc.reshape(*split, problem.head_dim_v)
     views.lse[task] = (m + np.log(total)).reshape(*split, 1)

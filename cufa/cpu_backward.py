@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from cufa.blocks import (
     cuts,
     for_blas,
     four_axes,
+    kept_weights,
     load_queries,
     matmul,
     modify_scores,
@@ -59,8 +60,8 @@ def check_algorithm(algorithm: str) -> None:
         )
 
 
-def run(call: BackwardSignature, arrays: Arrays, saved: Saved) -> Gradients:
-    """Gradients on NumPy arrays; see `cufa.attention_backward`.
+def run(call: BackwardSignature, arrays: Arrays, saved: Saved, seed: Any = None) -> Gradients:
+    """Gradients on NumPy arrays; see `cufa.attention_backward`. `seed` is that of dropout.
 
     Raises
     ------
@@ -71,7 +72,7 @@ def run(call: BackwardSignature, arrays: Arrays, saved: Saved) -> Gradients:
     check_algorithm(problem.algorithm)
     layout = call.forward.layout
     results = {name: _empty_like(getattr(arrays, name)) for name in call.wrt}
-    views = views_of(problem, arrays, saved.out, saved.lse, layout)
+    views = views_of(problem, arrays, saved.out, saved.lse, layout, seed)
     tiling = tiling_of(problem) if saved.out.size else Tiling(1, 1, 1, 1, 1)
     pairs = math.prod(len(cut) for cut in cuts(problem, tiling)[:2])
     blocks = math.prod(len(cut) for cut in cuts(problem, tiling)[2:])
@@ -188,12 +189,18 @@ def _backward(
         slope = _slope_of_cap(s, problem.softcap, space) if problem.softcap else None
         modify_scores(problem, views, s.reshape(*split, -1), task, keys)
         p = _weights(s, base)  # P = exp(S - lse)
-        if passing.dv is not None:
-            dv_block = block(space.dv_block, v.shape, "C")
-            matmul(p.swapaxes(-1, -2), dout, dv_block)
-            passing.dv[part, batches, kv_heads, keys] += dv_block  # dV += P^T dO
         ds = block(space.dscores, s.shape, space.order)
+        kept = None
+        if problem.dropout_p:
+            kept = kept_weights(problem, views, p.reshape(*split, -1), task, keys).reshape(p.shape)
+        if passing.dv is not None:
+            weights = p if kept is None else np.multiply(p, kept, out=ds)
+            dv_block = block(space.dv_block, v.shape, "C")
+            matmul(weights.swapaxes(-1, -2), dout, dv_block)
+            passing.dv[part, batches, kv_heads, keys] += dv_block  # dV += P^T dO
         matmul(dout, v.swapaxes(-1, -2), ds)  # dP = dO V^T
+        if kept is not None:
+            ds *= kept
         ds -= delta
         ds *= p  # dS = P * (dP - D)
         if passing.dbias is not None:
@@ -234,6 +241,7 @@ def _load_rows(
         delta[unseen] = 0
         dout[unseen.reshape(folded)] = 0
     passing.delta[task] = delta
+    dout /= 1 - problem.dropout_p  # of every weight that is kept
     return dout, base, delta.reshape(*folded, 1)
 
 

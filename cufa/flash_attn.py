@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from cufa.attention import attention
-from cufa.errors import ArgumentError, UnsupportedError
 from cufa.options import plain_number
 
 
@@ -21,8 +20,10 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    dropout_seed: int | None = None,
 ) -> Any:
-    """`cufa.attention` under flash-attn's argument names; `attn_bias` and `return_lse` are ours.
+    """`cufa.attention` under flash-attn's argument names; `attn_bias`, `return_lse` and
+    `dropout_seed` are ours.
 
     Note the layout, (batch, heads, seqlen, head_dim): flash-attn's own function takes
     (batch, seqlen, heads, head_dim); for such arrays call ``cufa.attention(..., layout="bshd")``.
@@ -42,8 +43,10 @@ def flash_attn_func(
         0 is no cap.
     alibi_slopes : float array, shape (heads,) or (batch, heads), default None
     dropout_p : float, default 0.0
-        Only 0 so far.
+        As in `cufa.attention`: at least 0, below 1, and 0.0 outside of training.
     return_lse : bool, default False
+    dropout_seed : int, default None
+        Dropout needs one; flash-attn has a hidden one, PyTorch's.
 
     Returns
     -------
@@ -52,18 +55,10 @@ def flash_attn_func(
 
     Raises
     ------
-    UnsupportedError
-        `dropout_p` is not 0.
-    ArgumentError, DeviceError, DTypeError, ShapeError
+    ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
         As `cufa.attention`.
     """
-    dropout_p, softcap = plain_number("dropout_p", dropout_p), plain_number("softcap", softcap)
-    if not 0 <= dropout_p < 1:
-        raise ArgumentError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
-    if dropout_p:
-        raise UnsupportedError(
-            f"dropout_p is {dropout_p}; dropout is not implemented yet, only 0.0 works"
-        )
+    softcap = plain_number("softcap", softcap)
     return attention(
         q,
         k,
@@ -74,5 +69,7 @@ def flash_attn_func(
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         return_lse=return_lse,
     )

@@ -12,7 +12,9 @@ import numpy as np
 
 from cufa import reference
 from cufa.bounds import (
+    VANISHING,
     Array,
+    dot_growth,
     exact,
     rounding,
     score_errors,
@@ -22,10 +24,6 @@ from cufa.bounds import (
     spacing,
 )
 from cufa.reference import Gradients, four_axes, per_query_head
-
-#: Weights below this many times the smallest normal number may count as zero: e**8, and what comes
-#: of rounding its logarithm.
-_VANISHING = 3000
 
 
 class ExactGradients(NamedTuple):
@@ -46,6 +44,8 @@ def exact_gradients(
     dlse: Any = None,
     bias: Any = None,
     sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     algorithm: str = "auto",
     **options: Any,
 ) -> ExactGradients:
@@ -57,7 +57,7 @@ def exact_gradients(
         NumPy arrays of one float dtype.
     algorithm : str
         The answer is the same for all.
-    dlse, bias, sink, **options
+    dlse, bias, sink, dropout_p, dropout_seed, **options
         Those of `cufa.reference.gradients`.
 
     Notes
@@ -69,9 +69,10 @@ def exact_gradients(
     sums:
 
     - P: ``p * expm1(delta)``, at most 1, for a score and an lse that are off by ``delta`` together;
-      ``u * p``; half of the dtype's smallest number, or `_VANISHING` times the accumulator's
+      ``u * p``; half of the dtype's smallest number, or `VANISHING` times the accumulator's
       smallest normal one.
-    - dP: ``(sqrt(head_dim_v) + 4) * eps * |dO| @ |V|^T``.
+    - dP: ``(sqrt(head_dim_v) + 4) * eps * |dO| @ |V|^T``; the root as with scores.
+    - Dropout: P in dV, and dP, are 0 or divided by ``1 - dropout_p``, and their errors likewise.
     - D: the error of `out` times ``|dO|``, and ``eps`` times what it adds up.
     - dS = P * (dP - D): the errors of its factors, each times the other factor and their product;
       ``(u + 4 * eps) * |dS|``; what may vanish.
@@ -82,9 +83,12 @@ def exact_gradients(
       accumulator's smallest number for each product.
     - dbias and dsink: the same for sums of dS and of ``exp(sink - lse) * D``.
     """
-    gradients = reference.gradients(dout, q, k, v, dlse=dlse, bias=bias, sink=sink, **options)
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    gradients = reference.gradients(
+        dout, q, k, v, dlse=dlse, bias=bias, sink=sink, **dropout, **options
+    )
     with np.errstate(all="ignore"):
-        errors = _Errors(dout, q, k, v, dlse, bias, sink, options)
+        errors = _Errors(dout, q, k, v, dlse, bias, sink, dropout, options)
         bounds = Gradients(
             dq=errors.of_queries() + _last_places(gradients.dq, q.dtype, by_row=True),
             dk=errors.of_keys() + _last_places(gradients.dk, k.dtype, by_row=True),
@@ -119,18 +123,22 @@ class _Errors:
         dlse: Any,
         bias: Any,
         sink: Any,
+        dropout: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
         self.layout = options.get("layout", "bhsd")
         self.given = {"q": q, "k": k, "v": v, "bias": bias, "sink": sink}
         self.eps, self.vanishing, self.unit = rounding(q.dtype)
-        self.vanishing = max(self.vanishing, _VANISHING * smallest_normal(q.dtype))
+        self.vanishing = max(self.vanishing, VANISHING * smallest_normal(q.dtype))
         self.least = smallest(q.dtype)
         of_scores = {**options, "bias": bias}
-        forward = exact(q, k, v, sink=sink, **of_scores)
+        forward = exact(q, k, v, sink=sink, **dropout, **of_scores)
         s = reference.scores(q, k, **of_scores)
         self.shape, row = s.shape, (*s.shape[:3], 1)
         lse, self.lse_off = (np.reshape(a, row) for a in (forward.lse, forward.lse_bound))
+        self.counts: Any = 1
+        if p := dropout["dropout_p"]:
+            self.counts = reference.kept(dropout["dropout_seed"], p, s.shape) / (1 - p)
         empty = lse == -np.inf
         self.base = np.where(empty, 0, lse)
         self.dout = np.where(empty, 0, four_axes(dout, self.layout))
@@ -156,9 +164,9 @@ class _Errors:
     def _score_gradients(self, options: dict[str, Any]) -> None:
         """dS, and what it is once it has passed the cap and the scale."""
         eps, q, k, v = self.eps, self.given["q"], self.given["k"], self.by_head("v")
-        change = self.dout @ v.swapaxes(2, 3) - self.d  # dP - D
-        off = (math.sqrt(v.shape[-1]) + 4) * eps * (abs(self.dout) @ abs(v).swapaxes(2, 3))
-        off = off + self.d_off
+        change = self.counts * (self.dout @ v.swapaxes(2, 3)) - self.d  # dP - D
+        off = (dot_growth(self.dout, v) + 4) * eps * (abs(self.dout) @ abs(v).swapaxes(2, 3))
+        off = self.counts * off + self.d_off
         self.ds = self.p * change
         self.ds_off = self.p * off + self.p_off * (abs(change) + off)
         self.ds_off += (self.unit + 4 * eps) * abs(self.ds) + self.vanishing * (self.p > 0)
@@ -170,7 +178,8 @@ class _Errors:
             plain = {"scale": options.get("scale"), "layout": self.layout}
             t = np.tanh(reference.scores(q, k, **plain) / softcap)
             size, _ = score_sizes(q, k, **plain)
-            x_off = (math.sqrt(q.shape[-1]) + 4) * eps * size / softcap
+            grown = dot_growth(q, self.given["k"], self.layout)
+            x_off = (grown + 4) * eps * size / softcap
             slope = 1 - t**2
             slope_off = np.minimum(2 * abs(t) * slope * x_off + x_off**2 + 10 * eps, 1)
             self.by_product_off = slope * self.by_product_off + slope_off * (
@@ -187,7 +196,7 @@ class _Errors:
         return self._back(self._product(ds, off, four_axes(self.given["q"], self.layout)), "k")
 
     def of_values(self) -> Array:
-        p, off = (a.swapaxes(2, 3) for a in (self.p, self.p_off))
+        p, off = ((self.counts * a).swapaxes(2, 3) for a in (self.p, self.p_off))
         return self._back(self._product(p, off, self.dout), "v")
 
     def of_bias(self) -> Array:

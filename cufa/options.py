@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,27 @@ def plain_integer(name: str, value: Any, least: int) -> int:
     if value < least:
         raise ArgumentError(f"{name} is {value}; it must be at least {least}")
     return int(value)
+
+
+def plain_probability(name: str, value: Any) -> float:
+    """An option that is the probability of being dropped, as a plain float."""
+    p = plain_number(name, value)
+    if not 0 <= p < 1:
+        raise ArgumentError(f"{name} is {p}; it must be at least 0 and below 1")
+    return p
+
+
+def plain_seed(name: str, value: Any) -> int:
+    """A seed of 64 bits as a plain integer, from any kind of integer that is in host memory."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if not isinstance(value, Integral):
+        given = f"{name} is {value!r}, a {type(value).__name__}"
+        raise DTypeError(f"{given}; it must be an integer in host memory")
+    seed = int(value)
+    if not 0 <= seed < 1 << 64:
+        raise ArgumentError(f"{name} is {seed}; it must be at least 0 and below 2**64")
+    return seed
 
 
 def plain_dtype(name: str, value: Any) -> str:

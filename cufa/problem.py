@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from cufa.dropout import check_heads
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from cufa.options import FLOAT_DTYPES, ITEMSIZE, MAX_SEQLEN, dtype_name
 
@@ -50,6 +51,7 @@ class Signature(NamedTuple):
     algorithm: str
     #: q, k, v and out start at multiples of 16 bytes; True on the CPU.
     aligned: bool
+    dropout_p: float = 0.0
 
 
 class Operand(NamedTuple):
@@ -86,6 +88,8 @@ class Problem:
     dtype: str
     scale: float
     softcap: float | None
+    #: 0: no dropout. The seed comes with the arrays.
+    dropout_p: float
     band: Band
     q: Operand
     k: Operand
@@ -135,6 +139,8 @@ def make_problem(call: Signature) -> Problem:
     head_dim_v = v.shape[-1]
     _check_sizes(call)
 
+    if call.dropout_p:
+        check_heads(batch, heads)
     score_shape = (batch, heads, seqlen_q, seqlen_k)
     out_shape = (*q.shape[:-1], head_dim_v)
     if call.out:
@@ -153,6 +159,7 @@ def make_problem(call: Signature) -> Problem:
         dtype=dtype,
         scale=_check_scale(call.scale, head_dim),
         softcap=_check_softcap(call.softcap, dtype),
+        dropout_p=call.dropout_p,
         band=_band(call.causal, call.window, seqlen_q, seqlen_k),
         q=operands[0],
         k=operands[1],

@@ -26,6 +26,8 @@ def attention(
     alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
 ) -> tuple[Array, Array]:
@@ -37,7 +39,7 @@ def attention(
     k : array, shape (batch, kv_heads, seqlen_k, head_dim)
     v : array, shape (batch, kv_heads, seqlen_k, head_dim_v)
         Leading axes may be missing; the axes of layout "bshd" are (batch, seqlen, heads, head_dim).
-    causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout
+    causal, window, mask, bias, alibi_slopes, softcap, sink, dropout_p, dropout_seed, scale, layout
         As in `cufa.attention`.
 
     Returns
@@ -73,6 +75,8 @@ def attention(
         weights = np.exp(s - largest[..., None])
         total = weights.sum(axis=-1) + np.exp(logit - largest)
         lse = largest + np.log(total)
+        if dropout_p:
+            weights = weights * kept(dropout_seed, dropout_p, s.shape) / (1 - dropout_p)
         out = (weights / np.where(empty, 1.0, total)[..., None]) @ v
 
     out = out.swapaxes(1, 2) if layout == "bshd" and rank > 2 else out
@@ -99,6 +103,8 @@ def gradients(
     bias: Any = None,
     sink: Any = None,
     softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
     scale: float | None = None,
     layout: str = "bhsd",
     **options: Any,
@@ -111,7 +117,7 @@ def gradients(
         The derivative of the loss by each element of `out`.
     dlse : array, shape of `lse`, default zeros
         The same for `lse`.
-    q, k, v, bias, sink, softcap, scale, layout, **options
+    q, k, v, bias, sink, softcap, dropout_p, dropout_seed, scale, layout, **options
         As in `attention`.
 
     Returns
@@ -123,16 +129,19 @@ def gradients(
 
     Notes
     -----
-    With ``P = exp(S - lse)``, and ``D = rowsum(dO * O) - dlse``::
+    With ``P = exp(S - lse)``, ``D = rowsum(dO * O) - dlse`` and Z, which is ``1 / (1 - dropout_p)``
+    for the weights that dropout keeps and 0 for others::
 
-        dV = P^T dO      dP = dO V^T      dS = P * (dP - D)      dsink = -sum(exp(sink - lse) * D)
+        dV = (P * Z)^T dO         dP = (dO V^T) * Z
+        dS = P * (dP - D)         dsink = -sum(exp(sink - lse) * D)
 
     dS is also the bias's gradient; then ``1 - tanh(s / softcap)**2``, the cap's derivative, and
     ``dQ = scale * dS K``, ``dK = scale * dS^T Q``. dK and dV are summed over the query heads that
     share a key, dbias over the axes that a bias is repeated along.
     """
     score: dict[str, Any] = {"softcap": softcap, "scale": scale, "layout": layout}
-    out, lse = attention(q, k, v, bias=bias, sink=sink, **score, **options)
+    drop: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    out, lse = attention(q, k, v, bias=bias, sink=sink, **score, **drop, **options)
     s = scores(q, k, bias=bias, **score, **options)
     q4, k4, v4, out4, dout4 = (four_axes(a, layout) for a in (q, k, v, out, dout))
     heads, kv_heads = q4.shape[1], k4.shape[1]
@@ -147,18 +156,19 @@ def gradients(
         turned = layout == "bshd" and np.ndim(given) > 2
         return (a.swapaxes(1, 2) if turned else a).reshape(np.shape(given))
 
+    z = kept(dropout_seed, dropout_p, s.shape) / (1 - dropout_p) if dropout_p else np.ones(s.shape)
     empty = lse4 == -np.inf
     base, dout4, dlse4 = (np.where(empty, 0, a) for a in (lse4, dout4, dlse4))
     with np.errstate(invalid="ignore"):  # NaN and infinite inputs propagate
         p = np.exp(s - base)
         d = (dout4 * out4).sum(axis=-1, keepdims=True) - dlse4
-        ds = p * (dout4 @ each_v.swapaxes(2, 3) - d)
+        ds = p * (dout4 @ each_v.swapaxes(2, 3) * z - d)
         by_product = ds * (1 / np.sqrt(q4.shape[3]) if scale is None else float(scale))
         if softcap is not None:
             by_product *= 1 - np.tanh(scores(q, k, scale=scale, layout=layout) / softcap) ** 2
         dq = by_product @ each_k
         dk = summed(by_product.swapaxes(2, 3) @ q4)
-        dv = summed(p.swapaxes(2, 3) @ dout4)
+        dv = summed((p * z).swapaxes(2, 3) @ dout4)
 
     dbias = dsink = None
     if bias is not None:
@@ -215,6 +225,46 @@ def scores(
     if mask is not None:
         visible = visible & np.asarray(mask)
     return np.where(visible, s, -np.inf)
+
+
+def kept(seed: Any, p: float, shape: tuple[int, int, int, int]) -> NDArray[np.bool_]:
+    """Which weights dropout keeps, (batch, heads, seqlen_q, seqlen_k)."""
+    places = np.meshgrid(*map(np.arange, shape), indexing="ij", sparse=True)
+    return dropout_words(seed, *places) >= min(round(p * 2**32), 2**32 - 1)
+
+
+def dropout_words(seed: int, batch: Any, head: Any, row: Any, column: Any) -> NDArray[np.uint64]:
+    """The random word, below 2**32, of each weight's position: `cufa.dropout` says which it is.
+
+    Written for one position at a time, with no thought of which others share its counter.
+
+    Parameters
+    ----------
+    seed : int
+    batch, head, row, column : int or integer array
+        Of shapes that broadcast.
+    """
+    places = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (column, row)))
+    which = places[1] // np.uint64(8) % np.uint64(2) * np.uint64(2)
+    which = which + places[0] // np.uint64(8) % np.uint64(2)
+    pairs = [x // np.uint64(16) * np.uint64(8) + x % np.uint64(8) for x in places]
+    others = [np.asarray(x).astype(np.uint64) for x in (head, batch)]
+    words = philox4x32([*pairs, *others], [seed % 2**32, seed // 2**32])
+    return np.choose(which.astype(np.intp), words)
+
+
+def philox4x32(counter: Any, key: Any) -> list[NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four words of each counter of four, as uint64."""
+    r0, l0, r1, l1 = np.broadcast_arrays(*counter)
+    k0, k1 = key
+    word = np.uint64(2**32)
+    for _ in range(10):
+        product0, product1 = r0 * np.uint64(0xD2511F53), r1 * np.uint64(0xCD9E8D57)
+        r0 = product1 // word ^ l0 ^ np.uint64(k0)
+        r1 = product0 // word ^ l1 ^ np.uint64(k1)
+        l0, l1 = product1 % word, product0 % word
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [r0, l0, r1, l1]
 
 
 def four_axes(a: Any, layout: str) -> Array:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cufa.arrays import Arrays, distinct, narrowed
+from cufa.dropout import drop
 from cufa.errors import OutOfMemoryError
 from cufa.options import ITEMSIZE
 from cufa.problem import Operand, Problem
@@ -43,8 +44,8 @@ class Library(Protocol):
         """Where that is."""
 
 
-def run(library: Library, problem: Problem, arrays: Arrays, layout: str) -> Any:
-    """`cufa.attention` on arrays that `problem` has been checked for.
+def run(library: Library, problem: Problem, arrays: Arrays, layout: str, seed: Any = None) -> Any:
+    """`cufa.attention` on arrays that `problem` has been checked for; `seed` is that of dropout.
 
     Raises
     ------
@@ -56,7 +57,7 @@ def run(library: Library, problem: Problem, arrays: Arrays, layout: str) -> Any:
     if free is not None and needed > free:
         raise _too_large(problem, needed, f"{_gb(free)} are free on {library.place()}")
     try:
-        return _attention(library, problem, arrays, layout)
+        return _attention(library, problem, arrays, layout, seed)
     except MemoryError as error:  # CuPy's own is one too
         raise _too_large(problem, needed, f"an allocation failed ({error})") from error
 
@@ -68,7 +69,8 @@ def score_bytes(problem: Problem) -> int:
     largest of what comes and goes beside it: 2 for each weight, rounded to a 16-bit dtype; ``wide``
     for each product of a slope and a distance, and for each element of a bias that is not of that
     dtype; 1 for each element of a mask. Not counted: the result, copies of the inputs, matrices of
-    (seqlen_q, seqlen_k) alone, and twice a bias that is narrowed from float64.
+    (seqlen_q, seqlen_k) alone, which those of dropout are, and twice a bias that is narrowed from
+    float64.
     """
     wide = ITEMSIZE[problem.accumulator]
     by_head = problem.seqlen_q * problem.seqlen_k
@@ -100,7 +102,7 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:.3g} GB ({count} bytes)"
 
 
-def _attention(library: Library, problem: Problem, arrays: Arrays, layout: str) -> Any:
+def _attention(library: Library, problem: Problem, arrays: Arrays, layout: str, seed: Any) -> Any:
     xp, wide = library.xp, problem.accumulator
     out = arrays.out
     if out is None:
@@ -115,10 +117,12 @@ def _attention(library: Library, problem: Problem, arrays: Arrays, layout: str) 
             s = library.product(q, k.swapaxes(-1, -2))  # S = Q K^T
             _modify_scores(xp, problem, arrays, s.reshape(*by_head, -1))
             m, total = _softmax(xp, s)  # s becomes P = exp(S - m)
+            if problem.dropout_p:
+                drop(xp, seed, problem.dropout_p, s.reshape(*by_head, -1))
             o = library.product(s, v).reshape(*by_head, -1)  # O = P V
             m, total = (a.reshape(*by_head, 1) for a in (m, total))
             weight, lse4 = _normalise(xp, m, total, _per_head(arrays.sink, wide))
-            o *= weight
+            o *= weight / (1 - problem.dropout_p)
             out4[...] = o.astype(out.dtype)
         lse[...] = lse4.reshape(problem.lse_shape)
     return (out, lse) if problem.return_lse else out

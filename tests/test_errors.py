@@ -191,14 +191,6 @@ BAD_MERGES = {
         ({"out_a": lambda xp, call: 3.0}, r"out_a is a float"),
     ],
 }
-BAD_DROPOUT = [
-    (9.9e9, ArgumentError, r"dropout_p is 9900000000\.0; .*below 1"),
-    (-0.1, ArgumentError, r"dropout_p is -0\.1; .*at least 0"),
-    (1.0, ArgumentError, r"dropout_p is 1\.0; .*below 1"),
-    (math.nan, ArgumentError, r"dropout_p is nan"),
-    (None, DTypeError, r"dropout_p is None, a NoneType; .*number"),
-    (0.1, UnsupportedError, r"dropout_p is 0\.1; .*only 0\.0"),
-]
 
 
 def named(table):
@@ -242,13 +234,6 @@ def test_a_bad_merge_is_refused(xp, changes, error, message):
     good = {**outs, "lse_a": xp.ones(rows, "f4"), "lse_b": xp.ones(rows, "f4")}
     names = ("out_a", "lse_a", "out_b", "lse_b")
     refuse(cufa.merge, build(xp, good, changes), error, message, names)
-
-
-@pytest.mark.parametrize(("dropout_p", "error", "message"), BAD_DROPOUT)
-def test_dropout_is_refused(xp, dropout_p, error, message):
-    call = good_call(xp)
-    del call["out"]
-    refuse(cufa.flash_attn_func, {**call, "dropout_p": dropout_p}, error, message)
 
 
 @pytest.mark.parametrize(

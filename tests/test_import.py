@@ -17,6 +17,7 @@ PACKAGE = Path(cufa.__file__).parent
 LAYERS = (
     ("errors", "reference"),
     ("options",),
+    ("dropout",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
     (
@@ -27,9 +28,9 @@ LAYERS = (
         "rows",
         "blocks",
         "gradients",
-        "testing",
+        "case",
     ),
-    ("gpu.config",),
+    ("gpu.config", "testing"),
     ("gpu.plan",),
     ("gpu.build", "gpu.launch"),
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
@@ -45,7 +46,7 @@ LAYERS = (
     ("__main__",),
 )
 #: The oracle and what stands on it share nothing with what they judge.
-ORACLE = {"reference", "bounds", "gradient_bounds", "testing"}
+ORACLE = {"reference", "bounds", "gradient_bounds", "case", "testing"}
 #: What runs on a card, or measures on one.
 GPU_SIDE = ("gpu.", "tools.card")
 MODULES = {

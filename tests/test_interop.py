@@ -263,8 +263,8 @@ def test_jax_arrays_are_copied_neither_in_nor_out(jax, monkeypatch, dtype):
     q = jax.device_put(normal(np), jax.devices("cpu")[0]).astype(dtype)
     seen, run = [], cpu.run
 
-    def spy(call, arrays):
-        seen.append((arrays, run(call, arrays)))
+    def spy(call, arrays, seed):
+        seen.append((arrays, run(call, arrays, seed)))
         return seen[0][1]
 
     monkeypatch.setattr(cpu, "run", spy)
@@ -318,8 +318,8 @@ def test_values_of_onnx_runtime_give_such_values(monkeypatch):
     value = OrtValue.ortvalue_from_numpy(q)
     seen, run = [], cpu.run
 
-    def spy(call, arrays):
-        seen.append((arrays, run(call, arrays)))
+    def spy(call, arrays, seed):
+        seen.append((arrays, run(call, arrays, seed)))
         return seen[0][1]
 
     monkeypatch.setattr(cpu, "run", spy)

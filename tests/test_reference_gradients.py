@@ -19,6 +19,7 @@ problems = cases(
     seqlen_k=st.integers(0, 9),
     extra_dtype="float64",
     v_size=1.0,
+    dropout_p=st.sampled_from([0.0, 0.0, 0.5]),
     max_elements=1 << 14,
 )
 
@@ -47,11 +48,14 @@ def steepness(case: Case, inputs, douts):
     """Bounds on how fast scores and loss may change in any direction."""
     q, k, v = (abs(inputs[name]).max(initial=0) for name in "qkv")
     scale = 1 / math.sqrt(case.head_dim) if case.scale is None else abs(case.scale)
+    size = abs(douts[0]).sum() * (v + 1) / (1 - case.dropout_p)
     of_scores = 1 + scale * case.head_dim * (q + k)
-    return of_scores, 1e-300 + (abs(douts[0]).sum() * (v + 1) + abs(douts[1]).sum()) * of_scores
+    return of_scores, 1e-300 + (size + abs(douts[1]).sum()) * of_scores
 
 
-def results(case: Case, visible, q, k, v, bias=0, sink=-np.inf, alibi_slopes=None, **_):
+def results(
+    case: Case, visible, q, k, v, bias=0, sink=-np.inf, alibi_slopes=None, dropout_seed=None, **_
+):
     """The formula for complex numbers, of which it is an analytic function, in layout bhsd."""
     k, v = (a.repeat(case.group, axis=1) for a in (k, v))
     s = (1 / math.sqrt(case.head_dim) if case.scale is None else case.scale) * q @ k.swapaxes(2, 3)
@@ -68,6 +72,9 @@ def results(case: Case, visible, q, k, v, bias=0, sink=-np.inf, alibi_slopes=Non
     weights = np.where(visible, np.exp(s - top), 0)
     total = weights.sum(3, keepdims=True) + np.exp(sink - top)
     total = np.where(total == 0, 1, total)
+    if case.dropout_p:
+        keep = reference.kept(dropout_seed, case.dropout_p, weights.shape)
+        weights = weights * keep / (1 - case.dropout_p)
     return weights @ v / total, (top + np.log(total))[..., 0]
 
 
@@ -75,7 +82,8 @@ def results(case: Case, visible, q, k, v, bias=0, sink=-np.inf, alibi_slopes=Non
 def test_gradients_are_the_complex_step_derivative(case):
     """Squire and Trapp 1998: the derivative is the imaginary part, without cancellation."""
     inputs, options, douts, along = problem(case)
-    shown = {name: a for name, a in {**inputs, **options}.items() if name not in ("v", "sink")}
+    of_rows = ("v", "sink", "dropout_p", "dropout_seed")
+    shown = {name: a for name, a in {**inputs, **options}.items() if name not in of_rows}
     visible = reference.scores(**shown) > -np.inf
     h = 1e-200
     with np.errstate(invalid="ignore"):  # -inf and its imaginary part

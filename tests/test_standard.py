@@ -87,16 +87,18 @@ def call(case: Case, out=None):
     named = {n: options.get(n) for n in ("mask", "bias", "alibi_slopes", "sink")}
     arrays = Arrays(*case.arrays(np), **named, out=out)
     rest = (options[n] for n in ("causal", "window", "softcap", "scale", "layout"))
-    return arrays, make_problem(sign(arrays, *rest, True, "standard"))
+    dropout = case.dropout_p, options.get("dropout_seed")
+    return arrays, make_problem(sign(arrays, *rest, True, "standard", *dropout))
 
 
 def run(library, case: Case, out=None):
     """Algorithm "standard" on a library."""
     arrays, problem = call(case, out)
-    return standard.run(library, problem, arrays, case.layout)
+    seed = case.options(np).get("dropout_seed")
+    return standard.run(library, problem, arrays, case.layout, seed)
 
 
-@given(case=cases(), arch=st.sampled_from([70, 90]))
+@given(case=cases(dropout_p=st.sampled_from([0.0, 0.0, 0.3, 0.9])), arch=st.sampled_from([70, 90]))
 def test_products_by_cublas_give_the_formula(case, arch):
     assert_within_rounding(run(HostCuBlas(arch), case), case.exact())
 

@@ -114,6 +114,22 @@ def test_a_failure_is_made_small():
     assert failure.doubt is None
 
 
+def test_dropout_is_held_where_a_kernel_wished_for_has_it():
+    def without(*arrays, **options):
+        return cufa.attention(*arrays, **{**options, "dropout_p": 0.0})
+
+    failure, _ = find(without, max_examples=1000, algorithms=["fa2"], dtypes=["float64"])
+    assert failure.case.dropout_p > 0
+
+    def on_card(*arrays, **options):
+        assert "dropout_p" not in options
+        return cufa.attention(*arrays, **{**options, "algorithm": "auto"})
+
+    failure, seen = find(on_card, backends=(CARD,), kernels=["fa2_fwd_simt"], max_examples=20)
+    assert failure is None
+    assert seen
+
+
 def test_an_attention_that_raises_fails():
     def broken(*arrays, **options):
         raise cufa.UnsupportedError("no kernel")

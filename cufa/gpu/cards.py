@@ -143,20 +143,23 @@ class _Cards:
 CARDS = _Cards()
 
 
-def run(call: Signature, arrays: Arrays) -> Any:
-    """`cufa.attention` on CuPy arrays: in the current stream of the arrays' device."""
+def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
+    """`cufa.attention` on CuPy arrays: in the current stream of the arrays' device.
+
+    `seed` is that of dropout.
+    """
     device = call.q.device
     if runtime.getDevice() != device:
         make_problem(call)  # its errors come before anything else
         with CudaDevice(device):
-            return _run(call, arrays)
-    return _run(call, arrays)
+            return _run(call, arrays, seed)
+    return _run(call, arrays, seed)
 
 
-def _run(call: Signature, arrays: Arrays) -> Any:
+def _run(call: Signature, arrays: Arrays, seed: Any) -> Any:
     if call.algorithm != "standard":
         return launch.run(CARDS, call, arrays)
     problem = make_problem(call)
     if arrays.out is not None:
         check_overlap(arrays)
-    return standard.run(cublas.load(), problem, arrays, call.layout)
+    return standard.run(cublas.load(), problem, arrays, call.layout, seed)

@@ -20,9 +20,11 @@ from cufa.bounds import Error, Exact, exact, worst_error
 from cufa.errors import ArgumentError, UnsupportedError
 from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS, Case, assert_within_rounding, cases
-from cufa.tools.backends import Backend
+from cufa.tools.backends import CPU_KERNEL, STANDARD, Backend
 
 Attention = Callable[..., tuple[Any, Any]]
+#: Of dropout: not many, for the sake of the kernels that have none.
+_RATES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.5, 0.9)
 #: Of a search that only time limits.
 UNLIMITED = 1 << 40
 
@@ -89,6 +91,12 @@ def search(
     """
     trial = _Trial(attention, backends, wish, observer)
 
+    drawn = cases(
+        dtypes=wish.dtypes,
+        algorithm=sampled_from(wish.algorithms),
+        dropout_p=sampled_from(_RATES if _have_dropout(wish.kernels) else _RATES[:1]),
+    )
+
     @hypothesis.seed(wish.seed)
     @hypothesis.settings(
         max_examples=wish.max_examples,
@@ -100,7 +108,7 @@ def search(
         report_multiple_bugs=False,
         suppress_health_check=tuple(HealthCheck),
     )
-    @hypothesis.given(case=cases(dtypes=wish.dtypes, algorithm=sampled_from(wish.algorithms)))
+    @hypothesis.given(case=drawn)
     def hold(case: Case) -> None:
         trial(case)
 
@@ -120,6 +128,10 @@ def search(
         if trial.failure is None:  # not of attention: the oracle's, or the strategy's
             raise
     return trial.failure
+
+
+def _have_dropout(kernels: Collection[str] | None) -> bool:
+    return kernels is None or not {CPU_KERNEL, STANDARD}.isdisjoint(kernels)
 
 
 class _Stop(BaseException):
@@ -176,11 +188,12 @@ class _Trial:
 
 
 def _kernel(backend: Backend, arrays: Sequence[Any], options: dict[str, Any]) -> str | None:
-    """Which serves a call; None if its algorithm has none there. "auto" must have one."""
+    """Which serves a call; None if its algorithm has none there. "auto" must have one, but for
+    dropout."""
     try:
         return backend.kernel(*arrays, **options)
     except UnsupportedError:
-        if options.get("algorithm", "auto") == "auto":
+        if options.get("algorithm", "auto") == "auto" and "dropout_p" not in options:
             raise
         return None
 

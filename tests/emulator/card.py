@@ -30,6 +30,7 @@ ARCHS = {
     "ptx_scalar": "sm_70",
     "ptx_barrier": "sm_70",
     "ptx_atom": "sm_70",
+    "dropout": "sm_70",
     "ptx_ldmatrix": "sm_75",
     "ptx_pack": "sm_80",
     "ptx_mma": "sm_80",
