@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ import cufa
 from cufa import cpu
 from cufa.bounds import exact
 from cufa.errors import ArgumentError, DeviceError, UnsupportedError
+from cufa.gradient_bounds import exact_gradients
 from cufa.options import FLOAT_DTYPES
 from cufa.testing import assert_within_rounding
 from cufa.tools import bench, layer, peers, picture, rigs, timing
@@ -33,7 +35,7 @@ from cufa.tools.timing import (
     compare,
     host_extra_bytes,
 )
-from cufa.tools.workloads import PRESETS, Workload, copies_beyond, draw, workload
+from cufa.tools.workloads import DIRECTIONS, PRESETS, Workload, copies_beyond, draw, workload
 
 SMALL = ("--seqlen", "16", "24", "--head-dim", "8", "--dtype", "float32", "--heads", "2")
 QUICK = (*SMALL, "--batch", "1", "--rounds", "2", "--backend", "numpy")
@@ -109,10 +111,21 @@ def test_causal_counts_the_pairs_that_are_visible_and_half_of_a_square(work):
 
 @given(work=works(), copies=st.integers(1, 3))
 def test_bytes_are_those_of_the_arrays(work, copies):
-    for q, k, v, _ in draw(np, work, copies):
+    for q, k, v, *_ in draw(np, work, copies):
         out = cufa.attention(q, k, v)
         assert work.bytes == sum(a.nbytes for a in (q, k, v, out))
         assert work.flop == 2 * work.pairs * (q.size + out.size) // work.seqlen_q
+
+
+@given(work=works())
+def test_both_directions_are_one_and_the_other(work):
+    forward, backward, both = (replace(work, direction=name) for name in DIRECTIONS)
+    assert both.flop == forward.flop + backward.flop
+    assert both.bytes == forward.bytes + backward.bytes
+    assert len({str(forward), str(backward), str(both)}) == 3
+    assert len({forward.family, backward.family, both.family}) == 3
+    square = replace(backward, head_dim_v=work.head_dim)
+    assert square.flop == 2.5 * replace(square, direction="forward").flop  # 5 products, not 2
 
 
 @given(work=works(), copies=st.integers(2, 4))
@@ -246,6 +259,40 @@ def test_cufa_is_called_as_the_problem_says(algorithm, work):
     out = call()
     assert_within_rounding(out, exact(*arrays[:3], causal=work.causal, bias=bias))
     assert (out is call()) == work.out
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=40)
+@given(work=works().filter(lambda work: not work.causal or work.seqlen_q <= work.seqlen_k))
+@pytest.mark.parametrize("direction", ["backward", "both"])
+@pytest.mark.parametrize("name", ["cufa fa2", "plain"])
+def test_gradients_are_those_of_the_problem(name, direction, work):
+    work = replace(work, direction=direction, out=False)
+    (arrays,) = draw(np, work)
+    if name == "plain":
+        (peer,) = (peer for peer in PEERS if peer.name == name)
+        contender = peer.contender(peer.open(), work, [arrays])
+    else:
+        contender = peers.ours("fa2", work, [arrays], host_extra_bytes)
+    (call,) = contender.calls
+    first, again = ([a for a in call() if a is not None] for _ in range(2))
+    bias = None if arrays.bias is None else arrays.bias[None, None]
+    (*want, _, _), (*bounds, _, _), _ = exact_gradients(
+        arrays.dout, *arrays[:3], causal=work.causal, bias=bias
+    )
+    for got, same, gradient, bound in zip(first, again, want, bounds, strict=True):
+        assert (got.shape, got.dtype) == (gradient.shape, arrays.q.dtype)
+        assert np.array_equal(got, same)
+        assert (abs(got.astype(np.float64) - gradient) <= 2 * bound).all()
+
+
+def test_who_has_no_gradients_is_named_with_the_reason(capsys):
+    assert bench.run(options(*QUICK, "--causal", "full", "--direction", "backward")) == 0
+    shown = capsys.readouterr().out
+    assert "- in-place, 2 problems: has no gradients" in shown
+    assert "backward" in shown
+    assert "cufa fa2" in shown
+    assert "cufa standard" not in shown
 
 
 def test_extra_memory_is_what_a_call_holds_beyond_its_result():

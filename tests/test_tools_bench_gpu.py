@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 
 from cufa.bounds import exact
 from cufa.errors import UnsupportedError
+from cufa.gradient_bounds import exact_gradients
 from cufa.testing import assert_within_rounding, to_numpy
 from cufa.tools import bench, peers, rigs
 from cufa.tools.peers import PEERS
 from cufa.tools.timing import Contender
-from cufa.tools.workloads import Workload, draw, workload
+from cufa.tools.workloads import draw, workload
 
 pytestmark = pytest.mark.gpu
 
@@ -39,16 +41,40 @@ def test_a_peer_computes_the_same_attention(cupy, peer, work):
                 out = contender.calls[0]()
         except (UnsupportedError, RuntimeError, ValueError) as error:
             pytest.skip(f"refuses: {error}")
-    out = as_numpy(out[0] if isinstance(out, tuple) else out, work)
+    out = as_numpy(out[0] if isinstance(out, tuple) else out, work.heads)
     wanted = exact(*map(to_numpy, arrays[:3]), causal=work.causal)
     # Other people's kernels may round more often than ours; another layout would be far off.
     assert (abs(out - wanted.out) <= 8 * wanted.out_bound.max()).all()
 
 
-def as_numpy(out: Any, work: Workload) -> Any:
+@pytest.mark.parametrize("direction", ["backward", "both"])
+@pytest.mark.parametrize("peer", [p for p in PEERS if p.backend == "cupy"], ids=lambda p: p.name)
+@pytest.mark.parametrize("work", ON_CARD, ids=str)
+def test_a_peer_computes_the_same_gradients(cupy, peer, work, direction):
+    _, missing = peers.open_all([peer])
+    if missing:
+        pytest.skip(missing[peer.name])
+    work = replace(work, direction=direction)
+    rig = rigs.make_rig("cupy")
+    with rig.stream():
+        (arrays,) = draw(cupy, work)
+        try:
+            contender = peer.contender(peer.open(), work, [arrays])
+            with contender.around():
+                gradients = contender.calls[0]()
+        except (UnsupportedError, RuntimeError, ValueError) as error:
+            pytest.skip(f"refuses: {error}")
+    host = [to_numpy(a) for a in arrays if a is not None]
+    want, bounds, _ = exact_gradients(host[3], *host[:3], causal=work.causal)
+    for got, gradient, bound in zip(gradients, want[:3], bounds[:3], strict=True):
+        off = abs(as_numpy(got, gradient.shape[1]) - gradient)
+        assert (off <= 8 * bound.max()).all()
+
+
+def as_numpy(out: Any, heads: int) -> Any:
     """A peer's result in host memory and our layout."""
     host = out.float().cpu().numpy() if hasattr(out, "cpu") else np.asarray(out, np.float32)
-    return host if host.shape[1] == work.heads else host.swapaxes(1, 2)
+    return host if host.shape[1] == heads else host.swapaxes(1, 2)
 
 
 def test_cufa_is_timed_on_a_card(cupy):

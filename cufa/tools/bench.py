@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
 
 import cufa
-from cufa import cpu
+from cufa import cpu, cpu_backward
 from cufa.errors import ArgumentError
 from cufa.gpu.device import get_device
 from cufa.gpu.registry import KERNELS
@@ -33,7 +34,14 @@ from cufa.tools.shapes import (
     seconds,
 )
 from cufa.tools.timing import Contender, Figures, compare, reason
-from cufa.tools.workloads import HOST_AMOUNT, PRESETS, Workload, copies_beyond, draw
+from cufa.tools.workloads import (
+    DIRECTIONS,
+    HOST_AMOUNT,
+    PRESETS,
+    Workload,
+    copies_beyond,
+    draw,
+)
 
 _ALGORITHMS = tuple(a for a in ALGORITHMS if a != "auto")
 #: What a problem is made of where there is no preset, by option.
@@ -64,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--causal", choices=KINDS, help="default both")
     add_shape_arguments(parser)
     add("--only", default="", metavar="TEXT", help="problems whose title contains this")
+    add("--direction", choices=DIRECTIONS, default="forward", help="default forward")
     add("--backend", choices=BACKENDS, help="default cupy if there is a GPU, else numpy")
     add("--algorithm", nargs="+", choices=_ALGORITHMS, help="of cufa; default all there are")
     names = ", ".join(peer.name for peer in PEERS)
@@ -91,7 +100,7 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
     works = workloads(options, rig)
     chosen, missing = peers.open_all(choose_peers(options, rig))
     _check_outputs(options)
-    algorithms = options.algorithm or [a for a in _ALGORITHMS if _is_there(a, rig)]
+    algorithms = options.algorithm or _all_there(rig, options.direction)
     facts = {"cufa": cufa.__version__, **rig.facts, **peers.versions()}
     if options.sustained:
         facts["sustained"] = f"{options.sustained:g} s"
@@ -102,7 +111,7 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
             on_burst = _progress(show, number * steps, len(works) * steps)
             result = measure(rig, work, algorithms, chosen, options.rounds, on_burst)
             report.results.append(result)
-            if options.preset == "gpt3":
+            if options.preset == "gpt3" and work.direction == "forward":
                 report.layer = layer.share(result, layer.time_products(rig, work, options.rounds))
             _write_files(report, options)  # a run that is stopped leaves what it has found
     if options.plot:
@@ -112,6 +121,12 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
     else:
         _print(report)
     return 0 if any(result.figures for result in report.results) else 1
+
+
+def _all_there(rig: Rig, direction: str) -> list[str]:
+    """Algorithms that a rig has, and gradients by them if these are to be timed."""
+    found = [a for a in _ALGORITHMS if _is_there(a, rig)]
+    return found if direction == "forward" else [a for a in found if a in cpu_backward.ALGORITHMS]
 
 
 def _is_there(algorithm: str, rig: Rig) -> bool:
@@ -139,6 +154,8 @@ def workloads(options: argparse.Namespace, rig: Rig) -> list[Workload]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ArgumentError(f"--preset {preset} has shapes of its own; leave out {names}")
     works = PRESETS[preset]() if preset else _combinations(given, rig.backend)
+    if options.direction != "forward":  # whose results nobody passes an array for
+        works = [replace(work, direction=options.direction) for work in works if not work.out]
     found = [work for work in works if options.only in str(work)]
     if not found:
         raise ArgumentError(f"--only is {options.only!r}, which is in no title of a problem")

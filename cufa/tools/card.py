@@ -113,7 +113,9 @@ def extra_bytes(call: Callable[[], Any]) -> int:
     """The most device memory that a call held through CuPy, less its result."""
     with _Peak() as peak:
         result = call()
-    handed_out = -(-result.nbytes // 512) * 512  # the pool's unit
+    arrays = result if isinstance(result, tuple) else (result,)
+    sizes = (a.nbytes for a in arrays if a is not None)
+    handed_out = sum(-(-size // 512) * 512 for size in sizes)  # the pool's unit
     return max(0, int(peak.bytes - handed_out))
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,8 @@ import cufa
 from cufa.arrays import namespace
 from cufa.errors import UnsupportedError
 from cufa.options import FLOAT_DTYPES
-from cufa.tools.timing import Contender, host_extra_bytes, reason
+from cufa.tools import formulas
+from cufa.tools.timing import Contender, reason
 from cufa.tools.workloads import Inputs, Workload
 
 Bind = Callable[[str, Workload, Sequence[Inputs]], Contender]
@@ -101,12 +102,48 @@ def _torch_extra_bytes(torch: Any, call: Callable[[], Any]) -> int:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = call()
-    result = result[0] if isinstance(result, tuple) else result
-    peak = torch.cuda.max_memory_allocated()
-    return max(0, int(peak - before - result.numel() * result.element_size()))
+    results = result if isinstance(result, tuple) else (result,)
+    size = sum(t.numel() * t.element_size() for t in results)
+    return max(0, int(torch.cuda.max_memory_allocated() - before - size))
 
 
-def _in_our_stream(torch: Any, backend: Any = None) -> Callable[[], AbstractContextManager[None]]:
+def _torch_calls(
+    torch: Any,
+    work: Workload,
+    inputs: Sequence[Inputs],
+    attention: Callable[..., Any],
+    turn: bool = False,
+) -> list[Callable[[], Any]]:
+    """Calls of a function of q, k and v, or of its gradients by them; `turn`: whether it is in the
+    layout (batch, seqlen, heads, head_dim)."""
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        result = attention(q, k, v)
+        return result[0] if isinstance(result, tuple) else result  # some return lse beside it
+
+    def call_on(arrays: Inputs) -> Callable[[], Any]:
+        given = [arrays.q, arrays.k, arrays.v]
+        if work.direction != "forward":
+            given.append(arrays.dout)
+        tensors = _tensors(torch, given)
+        if turn:
+            tensors = [t.transpose(1, 2) for t in tensors]
+        if work.direction == "forward":
+            return partial(forward, *tensors)
+        *leaves, dout = tensors
+        for leaf in leaves:
+            leaf.requires_grad_()
+        if work.direction == "both":
+            return lambda: torch.autograd.grad(forward(*leaves), leaves, dout)
+        out = cache(partial(forward, *leaves))  # computed in the first call, which is not timed
+        return lambda: torch.autograd.grad(out(), leaves, dout, retain_graph=True)
+
+    return [call_on(arrays) for arrays in inputs]
+
+
+def _in_our_stream(
+    torch: Any, work: Workload, backend: Any = None
+) -> Callable[[], AbstractContextManager[None]]:
     """Contexts in which torch works in CuPy's current stream, with one backend if one is named."""
 
     @contextmanager
@@ -114,7 +151,8 @@ def _in_our_stream(torch: Any, backend: Any = None) -> Callable[[], AbstractCont
         from cufa.tools import card
 
         stream = torch.cuda.ExternalStream(card.current_stream())
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        inference = torch.inference_mode(work.direction == "forward")
+        with inference, torch.cuda.stream(stream):
             if backend is None:
                 yield
             else:
@@ -141,8 +179,8 @@ def _sdpa(backend: str) -> Bind:
         attention = torch.nn.functional.scaled_dot_product_attention
         return Contender(
             name,
-            [partial(attention, *_tensors(torch, arrays[:3]), **options) for arrays in inputs],
-            around=_in_our_stream(torch, chosen),
+            _torch_calls(torch, work, inputs, partial(attention, **options)),
+            around=_in_our_stream(torch, work, chosen),
             extra_bytes=partial(_torch_extra_bytes, torch),
         )
 
@@ -155,14 +193,10 @@ def _flash_attn(*modules: str) -> Bind:
     function = _first_with("flash_attn_func", modules)
 
     def bind(name: str, work: Workload, inputs: Sequence[Inputs]) -> Contender:
-        calls = []
-        for arrays in inputs:
-            views = [t.transpose(1, 2) for t in _tensors(torch, arrays[:3])]
-            calls.append(partial(function, *views, causal=work.causal))
         return Contender(
             name,
-            calls,
-            around=_in_our_stream(torch),
+            _torch_calls(torch, work, inputs, partial(function, causal=work.causal), turn=True),
+            around=_in_our_stream(torch, work),
             extra_bytes=partial(_torch_extra_bytes, torch),
         )
 
@@ -191,19 +225,18 @@ def _jax(implementation: str) -> Bind:
         host = np.ascontiguousarray(a.get().swapaxes(1, 2))
         return jax.block_until_ready(jax.device_put(host))
 
+    def own_all(arrays: Inputs) -> list[Any]:
+        given = (arrays.q, arrays.k, arrays.v, arrays.dout)
+        return [own(a) for a in given if a is not None]
+
     def bind(name: str, work: Workload, inputs: Sequence[Inputs]) -> Contender:
         _square_causal(work)
-        attention = jax.jit(
-            partial(
-                jax.nn.dot_product_attention,
-                is_causal=work.causal,
-                implementation=implementation,
-            )
+        attention = partial(
+            jax.nn.dot_product_attention, is_causal=work.causal, implementation=implementation
         )
-        calls = [partial(attention, *map(own, arrays[:3])) for arrays in inputs]
         return Contender(
             name,
-            calls,
+            [_jax_call(jax, work, attention, *own_all(arrays)) for arrays in inputs],
             around=partial(jax.default_matmul_precision, "float32"),  # else it may be TF32
             finish=jax.block_until_ready,
         )
@@ -211,60 +244,19 @@ def _jax(implementation: str) -> Bind:
     return bind
 
 
-# NumPy, as one writes attention without cufa
-
-
-def _formula(formula: Callable[..., Any]) -> Bind:
-    def bind(name: str, work: Workload, inputs: Sequence[Inputs]) -> Contender:
-        hidden = None
-        if work.causal:
-            shape = (work.seqlen_q, work.seqlen_k)
-            hidden = np.triu(np.ones(shape, bool), 1 + work.seqlen_k - work.seqlen_q)
-
-        def call(arrays: Inputs) -> Any:
-            # Grouped heads read the same keys: one product serves them all, if nothing tells their
-            # rows apart. BLAS takes no float16.
-            q, k, v, bias = arrays
-            wide = np.float32 if q.dtype.itemsize == 2 else q.dtype
-            plain = bias is None and hidden is None
-            if plain:
-                q = q.reshape(work.batch, work.kv_heads, -1, work.head_dim)
-            elif work.heads != work.kv_heads:
-                k, v = (np.repeat(a, work.heads // work.kv_heads, 1) for a in (k, v))
-            q, k, v = (a.astype(wide, copy=False) for a in (q, k, v))
-            with np.errstate(invalid="ignore"):  # -inf - -inf, where no key is seen
-                out = formula(q, k, v, bias, hidden).astype(arrays.q.dtype, copy=False)
-            return out.reshape(work.batch, work.heads, work.seqlen_q, work.head_dim_v)
-
-        return Contender(
-            name, [partial(call, arrays) for arrays in inputs], extra_bytes=host_extra_bytes
-        )
-
-    return bind
-
-
-def plain(q: Any, k: Any, v: Any, bias: Any, hidden: Any) -> Any:
-    """Attention as a formula."""
-    s = q @ k.swapaxes(-1, -2) * q.dtype.type(q.shape[-1] ** -0.5)
-    if bias is not None:
-        s = s + bias
-    if hidden is not None:
-        s = np.where(hidden, -np.inf, s)
-    p = np.exp(s - s.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True) @ v
-
-
-def in_place(q: Any, k: Any, v: Any, bias: Any, hidden: Any) -> Any:
-    """The same with one array of scores."""
-    s = (q * q.dtype.type(q.shape[-1] ** -0.5)) @ k.swapaxes(-1, -2)
-    if bias is not None:
-        s += bias
-    if hidden is not None:
-        np.copyto(s, -np.inf, where=hidden)
-    s -= s.max(axis=-1, keepdims=True)
-    np.exp(s, out=s)
-    total = s.sum(axis=-1, keepdims=True)
-    return (s @ v) / total
+def _jax_call(
+    jax: Any, work: Workload, attention: Callable[..., Any], *arrays: Any
+) -> Callable[[], Any]:
+    """A call of a function of q, k and v, or of its gradients by them: then dout comes last."""
+    q, k, v, *back = arrays
+    if work.direction == "forward":
+        return partial(jax.jit(attention), q, k, v)
+    if work.direction == "both":
+        return partial(jax.jit(lambda *qkv: jax.vjp(attention, *qkv)[1](*back)), q, k, v)
+    # Computed in the first call, which is not timed.
+    pull = cache(lambda: jax.jit(partial(jax.vjp, attention))(q, k, v)[1])
+    pulled = jax.jit(lambda pull: pull(*back))
+    return lambda: pulled(pull())
 
 
 #: Names that flash-attn 3 and 4 go by.
@@ -282,8 +274,8 @@ PEERS = (
     Peer("flash-attn-4",    "cupy",  _HALF,                partial(_flash_attn, *_FA4)),
     Peer("jax-cudnn",       "cupy",  _HALF,                partial(_jax, "cudnn")),
     Peer("jax-xla",         "cupy",  (*_HALF, "float32"),  partial(_jax, "xla")),
-    Peer("plain",           "numpy", FLOAT_DTYPES,         partial(_formula, plain)),
-    Peer("in-place",        "numpy", FLOAT_DTYPES,         partial(_formula, in_place)),
+    Peer("plain",           "numpy", FLOAT_DTYPES,         partial(formulas.bind, "plain")),
+    Peer("in-place",        "numpy", FLOAT_DTYPES,         partial(formulas.bind, "in-place")),
 )
 # fmt: on
 
@@ -296,15 +288,19 @@ def ours(
 ) -> Contender:
     """cufa by one of its algorithms."""
     shape = (work.batch, work.heads, work.seqlen_q, work.head_dim_v)
-    calls = [
-        partial(
-            cufa.attention,
-            *arrays[:3],
-            bias=arrays.bias,
-            causal=work.causal,
-            algorithm=algorithm,
-            out=namespace(arrays.q).empty(shape, arrays.q.dtype) if work.out else None,
+    options: dict[str, Any] = {"causal": work.causal, "algorithm": algorithm}
+
+    def call_on(arrays: Inputs) -> Callable[[], Any]:
+        if work.direction == "forward":
+            out = namespace(arrays.q).empty(shape, arrays.q.dtype) if work.out else None
+            return partial(cufa.attention, *arrays[:3], bias=arrays.bias, out=out, **options)
+        vjp = partial(
+            cufa.attention_vjp, *arrays[:3], bias=arrays.bias, wrt=("q", "k", "v"), **options
         )
-        for arrays in inputs
-    ]
+        if work.direction == "both":
+            return lambda: vjp()[1](arrays.dout)
+        back = cache(lambda: vjp()[1])  # attention itself in the first call, which is not timed
+        return lambda: back()(arrays.dout)
+
+    calls = [call_on(arrays) for arrays in inputs]
     return Contender(f"cufa {algorithm}", calls, extra_bytes=extra_bytes)

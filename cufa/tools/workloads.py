@@ -19,6 +19,9 @@ HOST_AMOUNT = {"tokens": 2048, "hidden": 512}
 _MAX_COPIES = 64
 #: Numbers of a block of noise: odd, so that no two heads are alike.
 _BLOCK = (1 << 18) + 1
+#: What is computed: the result, the gradients by q, k and v from a result that is there, or one
+#: after the other.
+DIRECTIONS = ("forward", "backward", "both")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Workload:
     bias: bool = False
     #: cufa is given the array for its result.
     out: bool = False
+    #: One of `DIRECTIONS`.
+    direction: str = "forward"
 
     @property
     def pairs(self) -> int:
@@ -52,15 +57,19 @@ class Workload:
 
     @property
     def flop(self) -> int:
-        """Two for each multiplication in ``q @ k.T`` and ``p @ v``."""
-        return 2 * self.batch * self.heads * self.pairs * (self.head_dim + self.head_dim_v)
+        """Two for each multiplication in ``q @ k.T`` and ``p @ v``; backward, where ``q @ k.T`` is
+        computed again, in that, ``dout @ v.T``, ``p.T @ dout``, ``ds @ k`` and ``ds.T @ q``."""
+        d, d_v = self.head_dim, self.head_dim_v
+        each = {"forward": d + d_v, "backward": 3 * d + 2 * d_v, "both": 4 * d + 3 * d_v}
+        return 2 * self.batch * self.heads * self.pairs * each[self.direction]
 
     @property
     def bytes(self) -> int:
-        """Of q, k, v and the result, once each."""
+        """Of q, k, v and the result, once each; backward, of those and of their gradients."""
         queries = self.batch * self.heads * self.seqlen_q
         keys = self.batch * self.kv_heads * self.seqlen_k
-        return ITEMSIZE[self.dtype] * (queries + keys) * (self.head_dim + self.head_dim_v)
+        once = ITEMSIZE[self.dtype] * (queries + keys) * (self.head_dim + self.head_dim_v)
+        return once * {"forward": 1, "backward": 2, "both": 3}[self.direction]
 
     def __str__(self) -> str:
         lengths = _one_or_both(self.seqlen_q, "x", self.seqlen_k)
@@ -88,7 +97,9 @@ class Workload:
 
     @property
     def _more(self) -> str:
-        return f"{', bias' if self.bias else ''}{', out=' if self.out else ''}"
+        direction = {"forward": "", "backward": ", backward", "both": ", forward and backward"}
+        more = f"{', bias' if self.bias else ''}{', out=' if self.out else ''}"
+        return more + direction[self.direction]
 
 
 def _one_or_both(a: int, between: str, b: int) -> str:
@@ -102,6 +113,8 @@ class Inputs(NamedTuple):
     k: Any
     v: Any
     bias: Any = None
+    #: Of a backward pass: the derivative by the result.
+    dout: Any = None
 
 
 def workload(
@@ -151,7 +164,10 @@ def draw(xp: Any, work: Workload, copies: int = 1) -> list[Inputs]:
     bias: Any = [None] * copies
     if w.bias:
         bias = noise(xp, np.dtype("float32"), (copies, w.seqlen_q, w.seqlen_k))
-    return [Inputs(*arrays) for arrays in zip(q, k, v, bias, strict=True)]
+    dout: Any = [None] * copies
+    if w.direction != "forward":
+        dout = noise(xp, dtype, (copies, w.batch, w.heads, w.seqlen_q, w.head_dim_v))
+    return [Inputs(*arrays) for arrays in zip(q, k, v, bias, dout, strict=True)]
 
 
 def noise(xp: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
