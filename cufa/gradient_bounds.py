@@ -14,14 +14,17 @@ from cufa import reference
 from cufa.bounds import (
     VANISHING,
     Array,
+    Error,
     dot_growth,
     exact,
+    fractions,
     rounding,
     score_errors,
     score_sizes,
     smallest,
     smallest_normal,
     spacing,
+    to_numpy,
 )
 from cufa.reference import Gradients, four_axes, per_query_head
 
@@ -102,6 +105,20 @@ def exact_gradients(
         )
     dtypes = tuple(None if a is None else a.dtype for a in (q, k, v, bias, sink))
     return ExactGradients(gradients, bounds, dtypes)
+
+
+def worst_gradient_error(gradients: Any, expected: ExactGradients) -> Error:
+    """How far gradients, of the shapes expected, are from the exact ones, at their worst."""
+    worst = Error(0.0, 0.0)
+    for got, want, bound in zip(gradients, *expected[:2], strict=True):
+        if want is None or bound is None:
+            continue
+        with np.errstate(invalid="ignore"):
+            off = abs(to_numpy(got).astype(np.float64) - want)
+        absolute = float(off[np.isfinite(want)].max(initial=0))
+        fraction = float(fractions(got, want, bound).max(initial=0))
+        worst = Error(max(worst.absolute, absolute), max(worst.fraction, fraction))
+    return worst
 
 
 def _last_places(gradient: Any, dtype: np.dtype[Any], by_row: bool = False) -> Array:

@@ -64,10 +64,20 @@ class Seen(list):
         pass
 
 
-def find(attention=cufa.attention, backends=(CPU,), **wish):
+def find(attention=cufa.attention, backends=(CPU,), attention_vjp=cufa.attention_vjp, **wish):
     """A failure, and what was observed before it."""
-    seen = Seen()
-    return search(attention, backends, Wish(**{"seed": 1, "max_examples": 100, **wish}), seen), seen
+    seen, wish = Seen(), {"seed": 1, "max_examples": 100, "direction": "forward", **wish}
+    return search(backends, Wish(**wish), seen, attention, attention_vjp), seen
+
+
+def run_script(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What becomes of a script, in a process that has this folder on its path."""
+    script = folder / "script.py"
+    script.write_text(text)
+    paths = (str(folder), str(Path(cufa.__file__).parents[1]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, str(script)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_a_right_attention_passes_and_nothing_is_left_behind(tmp_path, monkeypatch):
@@ -83,20 +93,11 @@ def test_a_fault_is_shrunk_to_a_script_that_shows_it(tmp_path):
     done = run("verify", "--max-examples", "2000", "--dtype", "float32", path=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     text = done.stdout[done.stdout.index("import numpy") :]
-    script = tmp_path / "script.py"
-    script.write_text(text)
-    package = str(Path(cufa.__file__).parents[1])
-
-    def outcome(*paths: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, str(script)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-    again = outcome(str(tmp_path), package)
+    again = run_script(text, tmp_path)
     assert again.returncode == 1
     assert "out is wrong" in again.stderr
     (tmp_path / "sitecustomize.py").unlink()
-    right = outcome(package)
+    right = run_script(text, tmp_path)
     assert right.returncode == 0, right.stderr
 
 
@@ -128,6 +129,38 @@ def test_dropout_is_held_where_a_kernel_wished_for_has_it():
     failure, seen = find(on_card, backends=(CARD,), kernels=["fa2_fwd_simt"], max_examples=20)
     assert failure is None
     assert seen
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_gradients_are_held_too(direction):
+    def wrong(*arrays, **options):
+        out, vjp = cufa.attention_vjp(*arrays, **options)
+
+        def back(dout, dlse):
+            got = vjp(dout, dlse)
+            return got._replace(dk=-got.dk) if options["causal"] else got
+
+        return out, back
+
+    failure, seen = find(attention_vjp=wrong, direction=direction, dtypes=["float64"])
+    assert failure.direction == "backward"
+    assert failure.kernel == "cpu_backward"
+    assert failure.case.causal
+    assert "dk is wrong" in str(failure.error)
+    assert ("cpu" in {name for name, *_ in seen}) == (direction == "both")
+    failure, seen = find(direction=direction, max_examples=40)
+    assert failure is None
+    assert "cpu_backward" in {name for name, *_ in seen}
+
+
+def test_gradients_that_are_wrong_make_a_script_that_shows_it(tmp_path):
+    case = Case(seqlen_q=3, seqlen_k=5, head_dim=4, head_dim_v=2, dtype="float64", sink=True)
+    script = make_script(case, "numpy", "backward")
+    done = run_script(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    fault = "got = got._replace(dsink=got.dsink + 1)\n\nwant ="
+    done = run_script(script.replace("\nwant =", fault), tmp_path)
+    assert "dsink is wrong" in done.stderr
 
 
 def test_an_attention_that_raises_fails():
@@ -317,7 +350,7 @@ def test_shrinking_is_shown():
     def broken(*arrays, **options):
         raise cufa.UnsupportedError("no kernel")
 
-    search(broken, [CPU], Wish(seed=3, max_examples=10), tally)
+    search([CPU], Wish(seed=3, max_examples=10), tally, broken)
     assert "WRONG" in rendered(tally)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from cufa.arrays import Arrays, sign
 from cufa.cpu import ALGORITHMS as CPU_ALGORITHMS
+from cufa.cpu_backward import check_algorithm
 from cufa.errors import BuildError, UnsupportedError
 from cufa.gpu import cublas
 from cufa.gpu.device import Device
@@ -16,7 +17,7 @@ from cufa.gpu.registry import select
 from cufa.gpu.survey import find_cards, import_cupy
 from cufa.problem import make_problem
 
-CPU_KERNEL = "cpu"
+CPU_KERNEL, CPU_BACKWARD = "cpu", "cpu_backward"
 #: No kernel, but named where kernels are: on NumPy and on CuPy.
 STANDARD = "standard"
 
@@ -54,6 +55,19 @@ class Backend(NamedTuple):
         conversions = conversions_of(make_problem(call))
         problem = make_problem(after_conversions(call, arrays, conversions))
         return select(problem, self.device).name
+
+    def backward_kernel(self, q: Any, k: Any, v: Any, **options: Any) -> str:
+        """The same of the kernel that computes the gradients of such a call.
+
+        Raises
+        ------
+        UnsupportedError
+            There is none.
+        """
+        check_algorithm(options.get("algorithm", "auto"))
+        if self.device is None:
+            return CPU_BACKWARD
+        raise UnsupportedError("gradients are in NumPy alone")
 
 
 def find_backends() -> list[Backend]:

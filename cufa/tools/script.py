@@ -9,7 +9,7 @@ import numpy as np
 
 from cufa.testing import Case, Memory
 
-_SCRIPT = """\
+_HEAD = """\
 {imports}
 
 import cufa
@@ -19,6 +19,8 @@ case = {case}
 {arrays}
 q, k, v = case.arrays({xp})
 options = case.options({xp})
+"""
+_FORWARD = """\
 out, lse = cufa.attention(q, k, v, return_lse=True, **options)
 
 want = case.exact()  # in float64, with the bounds of cufa.bounds.exact
@@ -26,23 +28,37 @@ print("out", to_numpy(out), "wanted", want.out, sep="\\n")
 print("lse", to_numpy(lse), "wanted", want.lse, sep="\\n")
 assert_within_rounding((out, lse), want)
 """
+_BACKWARD = """\
+out, vjp = cufa.attention_vjp(q, k, v, **options)
+got = vjp(*case.back({xp}))
+
+want = case.exact_gradients()  # in float64, with bounds of cufa.gradient_bounds
+for name, gradient, wanted in zip(got._fields, got, want.gradients):
+    if gradient is not None:
+        print(name, to_numpy(gradient), "wanted", wanted, sep="\\n")
+assert_gradients_within_rounding(got, want)
+"""
 
 
-def make_script(case: Case, library: str) -> str:
-    """Source text that computes a case by `cufa.attention` and compares it with the formula.
+def make_script(case: Case, library: str, direction: str = "forward") -> str:
+    """Source text that computes a case by cufa and compares it with the formula.
 
     Parameters
     ----------
     case : Case
     library : {"numpy", "cupy"}
         Whose arrays are passed.
+    direction : {"forward", "backward"}
+        Whether `cufa.attention` is called, or `cufa.attention_vjp`.
     """
     made = _construct(case)
-    names = ["Case", "assert_within_rounding", "to_numpy"]
+    forward = direction == "forward"
+    check = "assert_within_rounding" if forward else "assert_gradients_within_rounding"
+    names = ["Case", check, "to_numpy"]
     if "Memory(" in made:
         names.insert(1, "Memory")
     numpy = "import numpy as np"
-    return _SCRIPT.format(
+    return (_HEAD + (_FORWARD if forward else _BACKWARD)).format(
         imports=numpy if library == "numpy" else f"import {library}\n{numpy}",
         names=", ".join(names),
         case=made,

@@ -16,13 +16,24 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.strategies import sampled_from
 
-from cufa.bounds import Error, Exact, exact, worst_error
+import cufa
+from cufa.bounds import Error, exact, worst_error
 from cufa.errors import ArgumentError, UnsupportedError
+from cufa.gradient_bounds import exact_gradients, worst_gradient_error
 from cufa.options import ALGORITHMS
-from cufa.testing import FLOATS, Case, assert_within_rounding, cases
-from cufa.tools.backends import CPU_KERNEL, STANDARD, Backend
+from cufa.testing import (
+    FLOATS,
+    Case,
+    assert_gradients_within_rounding,
+    assert_within_rounding,
+    cases,
+)
+from cufa.tools.backends import CPU_BACKWARD, CPU_KERNEL, STANDARD, Backend
+from cufa.tools.workloads import DIRECTIONS
 
 Attention = Callable[..., tuple[Any, Any]]
+#: Runs a case in a library of arrays, and says how far the answer is off; raises if it is wrong.
+Check = Callable[[Any], Error]
 #: Of dropout: not many, for the sake of the kernels that have none.
 _RATES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.5, 0.9)
 #: Of a search that only time limits.
@@ -35,6 +46,8 @@ class Failure(NamedTuple):
     case: Case
     backend: Backend
     kernel: str
+    #: "forward" or "backward": whether attention itself was wrong, or its gradients.
+    direction: str
     error: Exception
     #: Why the problem may be larger than it need be, or may pass when tried again; None: it cannot.
     doubt: str | None = None
@@ -62,22 +75,28 @@ class Wish:
     algorithms: Sequence[str] = ALGORITHMS
     #: Kernels to hold; None: all.
     kernels: Collection[str] | None = None
+    #: One of `DIRECTIONS`.
+    direction: str = DIRECTIONS[-1]
     #: Draw any head dims and features for a GPU too, where most then need a kernel of their own.
     wide: bool = False
 
 
 def search(
-    attention: Attention, backends: Sequence[Backend], wish: Wish, observer: Observer
+    backends: Sequence[Backend],
+    wish: Wish,
+    observer: Observer,
+    attention: Attention = cufa.attention,
+    attention_vjp: Attention = cufa.attention_vjp,
 ) -> Failure | None:
     """Draw problems and hold each to the oracle on every backend, until one fails.
 
     Parameters
     ----------
-    attention : callable
-        `cufa.attention`, or what is to be held in its place.
     backends : sequence of Backend
     wish : Wish
     observer : Observer
+    attention, attention_vjp : callable
+        What is to be held in the place of cufa's.
 
     Returns
     -------
@@ -89,7 +108,7 @@ def search(
     ArgumentError
         None of the problems drawn is for a kernel wished for.
     """
-    trial = _Trial(attention, backends, wish, observer)
+    trial = _Trial(attention, attention_vjp, backends, wish, observer)
 
     drawn = cases(
         dtypes=wish.dtypes,
@@ -131,7 +150,7 @@ def search(
 
 
 def _have_dropout(kernels: Collection[str] | None) -> bool:
-    return kernels is None or not {CPU_KERNEL, STANDARD}.isdisjoint(kernels)
+    return kernels is None or not {CPU_KERNEL, CPU_BACKWARD, STANDARD}.isdisjoint(kernels)
 
 
 class _Stop(BaseException):
@@ -142,36 +161,68 @@ class _Trial:
     """Holds one case after another, and remembers the last that failed."""
 
     def __init__(
-        self, attention: Attention, backends: Sequence[Backend], wish: Wish, observer: Observer
+        self,
+        attention: Attention,
+        attention_vjp: Attention,
+        backends: Sequence[Backend],
+        wish: Wish,
+        observer: Observer,
     ) -> None:
         self.failure: Failure | None = None
-        self._attention, self._backends, self._wish = attention, backends, wish
-        self._observer = observer
+        self._attention, self._attention_vjp = attention, attention_vjp
+        self._backends, self._wish, self._observer = backends, wish, observer
         self._end = None if wish.seconds is None else time.monotonic() + wish.seconds
         self._bend = not wish.wide and any(backend.device for backend in backends)
+        makers = {"forward": self._forward, "backward": self._backward}
+        self._makers = {n: m for n, m in makers.items() if wish.direction in (n, "both")}
 
     def __call__(self, case: Case) -> None:
         if self.failure is None and self._end is not None and time.monotonic() > self._end:
             raise _Stop
         case = case.few_kernels() if self._bend else case
         arrays, options = case.arrays(np), case.options(np)
-        kernels = [(b, _kernel(b, arrays, options)) for b in self._backends]
-        wanted = self._wish.kernels
-        held = [(b, name) for b, name in kernels if name and (wanted is None or name in wanted)]
-        hypothesis.assume(held)
-        expected = exact(*arrays, **options)
-        for backend, kernel in held:
-            error = self._hold(case, backend, kernel, expected)
-            if self.failure is None:
-                self._observer.right(kernel, case.dtype, error)
+        wanted, any_held = self._wish.kernels, False
+        for direction, make in self._makers.items():
+            kernels = [(b, _kernel(b, direction, arrays, options)) for b in self._backends]
+            held = [(b, name) for b, name in kernels if name and (wanted is None or name in wanted)]
+            any_held |= bool(held)
+            check = make(case) if held else None
+            for backend, kernel in held:
+                assert check is not None
+                error = self._hold(case, backend, kernel, direction, check)
+                if self.failure is None:
+                    self._observer.right(kernel, case.dtype, error)
+        hypothesis.assume(any_held)
 
-    def _hold(self, case: Case, backend: Backend, kernel: str, expected: Exact) -> Error:
-        try:
-            xp = backend.xp
+    def _forward(self, case: Case) -> Check:
+        expected = exact(*case.arrays(np), **case.options(np))
+
+        def check(xp: Any) -> Error:
             result = self._attention(*case.arrays(xp), return_lse=True, **case.options(xp))
             assert_within_rounding(result, expected)
+            return worst_error(result, expected)
+
+        return check
+
+    def _backward(self, case: Case) -> Check:
+        dout, dlse = case.back(np)
+        expected = exact_gradients(dout, *case.arrays(np), dlse=dlse, **case.options(np))
+
+        def check(xp: Any) -> Error:
+            _, vjp = self._attention_vjp(*case.arrays(xp), **case.options(xp))
+            result = vjp(*case.back(xp))
+            assert_gradients_within_rounding(result, expected)
+            return worst_gradient_error(result, expected)
+
+        return check
+
+    def _hold(
+        self, case: Case, backend: Backend, kernel: str, direction: str, check: Check
+    ) -> Error:
+        try:
+            return check(backend.xp)
         except Exception as error:
-            self.failure = Failure(case, backend, kernel, error)
+            self.failure = Failure(case, backend, kernel, direction, error)
             self._observer.wrong()
             if _breaks_the_device(error):
                 self.doubt(
@@ -179,7 +230,6 @@ class _Trial:
                 )
                 raise _Stop from None
             raise
-        return worst_error(result, expected)
 
     def doubt(self, reason: str) -> None:
         """Say what the failure lacks."""
@@ -187,13 +237,18 @@ class _Trial:
         self.failure = self.failure._replace(doubt=reason)
 
 
-def _kernel(backend: Backend, arrays: Sequence[Any], options: dict[str, Any]) -> str | None:
-    """Which serves a call; None if its algorithm has none there. "auto" must have one, but for
-    dropout."""
+def _kernel(
+    backend: Backend, direction: str, arrays: Sequence[Any], options: dict[str, Any]
+) -> str | None:
+    """Which serves a call; None if its algorithm has none there. Forward, "auto" must have one, but
+    for dropout."""
     try:
+        if direction == "backward":
+            return backend.backward_kernel(*arrays, **options)
         return backend.kernel(*arrays, **options)
     except UnsupportedError:
-        if options.get("algorithm", "auto") == "auto" and "dropout_p" not in options:
+        must = direction == "forward" and options.get("algorithm", "auto") == "auto"
+        if must and "dropout_p" not in options:
             raise
         return None
 

@@ -16,18 +16,19 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-import cufa
 from cufa.bounds import Error
 from cufa.errors import ArgumentError
 from cufa.gpu.registry import KERNEL_NAMES, KERNELS
 from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS
-from cufa.tools.backends import CPU_KERNEL, STANDARD, Backend, find_backends
+from cufa.tools.backends import CPU_BACKWARD, CPU_KERNEL, STANDARD, Backend, find_backends
 from cufa.tools.console import make_console, print_table
 from cufa.tools.script import make_script
 from cufa.tools.search import UNLIMITED, Failure, Wish, search
+from cufa.tools.workloads import DIRECTIONS
 
 EXAMPLES = 500
+_ON_CPU = (CPU_KERNEL, CPU_BACKWARD)
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _QUANTILE_NAMES = ("50 %", "90 %", "99 %", "max")
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kernel",
         action="append",
-        choices=(CPU_KERNEL, *KERNEL_NAMES, STANDARD),
+        choices=(*_ON_CPU, *KERNEL_NAMES, STANDARD),
         help="hold only this kernel; may be repeated",
     )
     add(
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=ALGORITHMS,
         help="hold only this algorithm; may be repeated",
+    )
+    add(
+        "--direction",
+        choices=DIRECTIONS,
+        default=DIRECTIONS[-1],
+        help="hold attention, its gradients, or both; default both",
     )
     add("--dtype", action="append", choices=FLOATS, help="draw only this dtype; may be repeated")
     add(
@@ -77,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
         dtypes=_dtypes(options.dtype or FLOATS, options.kernel),
         algorithms=_algorithms(options.algorithm, options.kernel),
         kernels=options.kernel,
+        direction=options.direction,
         wide=options.wide,
     )
     backends = _backends(options.kernel)
@@ -86,9 +94,9 @@ def run(options: argparse.Namespace) -> int:
         set_hypothesis_home_dir(folder)  # else it leaves one in the current folder
         if console.is_terminal:
             with Live(tally, console=console, transient=True, refresh_per_second=4):
-                failure = search(cufa.attention, backends, wish, tally)
+                failure = search(backends, wish, tally)
         else:
-            failure = search(cufa.attention, backends, wish, tally)
+            failure = search(backends, wish, tally)
     if failure is None and not tally.calls:
         raise ArgumentError(
             f"time is {options.time:g} seconds, and no problem was held by then; allow more"
@@ -103,8 +111,8 @@ def run(options: argparse.Namespace) -> int:
 def _backends(kernels: Collection[str] | None) -> list[Backend]:
     """Those that may run one of the kernels."""
     found = find_backends()
-    on_cpu = kernels is None or bool({CPU_KERNEL, STANDARD} & {*kernels})
-    on_gpu = kernels is None or bool({*kernels} - {CPU_KERNEL})
+    on_cpu = kernels is None or bool({*_ON_CPU, STANDARD} & {*kernels})
+    on_gpu = kernels is None or bool({*kernels} - {*_ON_CPU})
     backends = [b for b in found if (on_cpu if b.device is None else on_gpu)]
     if not backends:
         raise ArgumentError(
@@ -116,7 +124,7 @@ def _backends(kernels: Collection[str] | None) -> list[Backend]:
 
 def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]:
     """Those that one of the kernels takes."""
-    takes = {CPU_KERNEL: FLOATS, STANDARD: FLOATS}
+    takes: dict[str, tuple[str, ...]] = dict.fromkeys((*_ON_CPU, STANDARD), FLOATS)
     for spec in KERNELS:
         takes[spec.name] = (*takes.get(spec.name, ()), *spec.dtypes)
     taken = {dtype for kernel in kernels or takes for dtype in takes[kernel]}
@@ -131,7 +139,7 @@ def _algorithms(algorithms: Sequence[str] | None, kernels: Collection[str] | Non
     """Those wished for; else those of the kernels wished for; else all."""
     if algorithms or kernels is None:
         return algorithms or ALGORITHMS
-    of = {CPU_KERNEL: "fa2", STANDARD: "standard"}
+    of = {**dict.fromkeys(_ON_CPU, "fa2"), STANDARD: "standard"}
     of |= {spec.name: spec.algorithm for spec in KERNELS}
     return sorted({of[kernel] for kernel in kernels})
 
@@ -207,4 +215,4 @@ def _show_failure(failure: Failure) -> None:
     print(f"\nWRONG: {failure.kernel}, {failure.case.dtype}{doubt}")
     print(f"{type(failure.error).__name__}: {failure.error}")
     print("\nThe smallest problem found that fails, as a script:\n")
-    print(make_script(failure.case, library))
+    print(make_script(failure.case, library, failure.direction))
