@@ -15,7 +15,7 @@ from cufa.testing import assert_within_rounding, to_numpy
 from cufa.tools import bench, peers, rigs
 from cufa.tools.peers import PEERS
 from cufa.tools.timing import Contender
-from cufa.tools.workloads import draw, workload
+from cufa.tools.workloads import Inputs, Workload, draw, workload
 
 pytestmark = pytest.mark.gpu
 
@@ -26,46 +26,45 @@ ON_CARD = [
 ]
 
 
-@pytest.mark.parametrize("peer", [p for p in PEERS if p.backend == "cupy"], ids=lambda p: p.name)
-@pytest.mark.parametrize("work", ON_CARD, ids=str)
-def test_a_peer_computes_the_same_attention(cupy, peer, work):
+on_card = pytest.mark.parametrize("work", ON_CARD, ids=str)
+by_peers = pytest.mark.parametrize(
+    "peer", [p for p in PEERS if p.backend == "cupy"], ids=lambda p: p.name
+)
+
+
+def result_of(cupy: Any, peer: peers.Peer, work: Workload) -> tuple[Inputs, Any]:
+    """Inputs, and what a peer makes of them; skips where it is not here, or refuses."""
     _, missing = peers.open_all([peer])
     if missing:
         pytest.skip(missing[peer.name])
-    rig = rigs.make_rig("cupy")
-    with rig.stream():
+    with rigs.make_rig("cupy").stream():
         (arrays,) = draw(cupy, work)
         try:
             contender = peer.contender(peer.open(), work, [arrays])
             with contender.around():
-                out = contender.calls[0]()
+                return arrays, contender.calls[0]()
         except (UnsupportedError, RuntimeError, ValueError) as error:
             pytest.skip(f"refuses: {error}")
-    out = as_numpy(out[0] if isinstance(out, tuple) else out, work.heads)
+
+
+# Other people's kernels may round more often than ours; another layout would be far off.
+
+
+@by_peers
+@on_card
+def test_a_peer_computes_the_same_attention(cupy, peer, work):
+    arrays, out = result_of(cupy, peer, work)
     wanted = exact(*map(to_numpy, arrays[:3]), causal=work.causal)
-    # Other people's kernels may round more often than ours; another layout would be far off.
-    assert (abs(out - wanted.out) <= 8 * wanted.out_bound.max()).all()
+    assert (abs(as_numpy(out, work.heads) - wanted.out) <= 8 * wanted.out_bound.max()).all()
 
 
 @pytest.mark.parametrize("direction", ["backward", "both"])
-@pytest.mark.parametrize("peer", [p for p in PEERS if p.backend == "cupy"], ids=lambda p: p.name)
-@pytest.mark.parametrize("work", ON_CARD, ids=str)
+@by_peers
+@on_card
 def test_a_peer_computes_the_same_gradients(cupy, peer, work, direction):
-    _, missing = peers.open_all([peer])
-    if missing:
-        pytest.skip(missing[peer.name])
-    work = replace(work, direction=direction)
-    rig = rigs.make_rig("cupy")
-    with rig.stream():
-        (arrays,) = draw(cupy, work)
-        try:
-            contender = peer.contender(peer.open(), work, [arrays])
-            with contender.around():
-                gradients = contender.calls[0]()
-        except (UnsupportedError, RuntimeError, ValueError) as error:
-            pytest.skip(f"refuses: {error}")
-    host = [to_numpy(a) for a in arrays if a is not None]
-    want, bounds, _ = exact_gradients(host[3], *host[:3], causal=work.causal)
+    arrays, gradients = result_of(cupy, peer, replace(work, direction=direction))
+    q, k, v, dout = (to_numpy(a) for a in arrays if a is not None)
+    want, bounds, _ = exact_gradients(dout, q, k, v, causal=work.causal)
     for got, gradient, bound in zip(gradients, want[:3], bounds[:3], strict=True):
         off = abs(as_numpy(got, gradient.shape[1]) - gradient)
         assert (off <= 8 * bound.max()).all()
