@@ -41,7 +41,8 @@ def linear_backward(dy: Any, x: Any, weight: Any) -> tuple[Any, Any]:
 def bias_backward(dy: Any) -> Any:
     """The gradient by `bias` of `linear`: summed in float32, or float64."""
     with np.errstate(all="ignore"):
-        return _rows(dy).sum(axis=0, dtype=_accumulator(dy)).astype(dy.dtype)
+        wide = _rows(dy).astype(_accumulator(dy), copy=False)
+        return wide.sum(axis=0).astype(dy.dtype, copy=False)
 
 
 def _rows(a: Any) -> Any:
