@@ -23,6 +23,8 @@ from cufa.errors import (
 )
 from cufa.flash_attn import flash_attn_func
 from cufa.gradients import Gradients
+from cufa.layers import LayerGradients, MultiHeadAttention
+from cufa.recompute import checkpoint
 
 __version__ = "0.1.0"
 
@@ -34,12 +36,15 @@ __all__ = [
     "DeviceError",
     "Explanation",
     "Gradients",
+    "LayerGradients",
+    "MultiHeadAttention",
     "OutOfMemoryError",
     "ShapeError",
     "UnsupportedError",
     "attention",
     "attention_backward",
     "attention_vjp",
+    "checkpoint",
     "dropout_mask",
     "explain",
     "flash_attn_func",

@@ -16,7 +16,7 @@ PACKAGE = Path(cufa.__file__).parent
 #: A module imports from rows above its own only.
 LAYERS = (
     ("errors", "reference"),
-    ("options",),
+    ("options", "recompute"),
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
@@ -29,6 +29,9 @@ LAYERS = (
         "blocks",
         "gradients",
         "case",
+        "linear",
+        "rotary",
+        "layer_checks",
     ),
     ("gpu.config", "testing"),
     ("gpu.plan",),
@@ -37,6 +40,7 @@ LAYERS = (
     ("interop",),
     ("attention", "numerics"),
     ("flash_attn", "explanation", "backward"),
+    ("layers",),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
     ("tools.formulas", "tools.rigs", "tools.picture", "tools.shapes"),

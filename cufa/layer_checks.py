@@ -1,0 +1,111 @@
+"""The checks on what is given to a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cufa.arrays import describe
+from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from cufa.options import dtype_name
+from cufa.problem import place_of
+
+Params = Mapping[str, Any]
+#: Options of attention that a layer does not take, and why.
+_OWN = {
+    "layout": "its arrays are (batch, seqlen, embed_dim)",
+    "return_lse": "lse stays inside",
+    "out": "the result is that of the last projection",
+    "wrt": "it gives all gradients",
+}
+
+
+def check_heads(embed_dim: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
+    """Raise unless the heads divide what they must.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if heads % kv_heads:
+        raise ArgumentError(
+            f"heads is {heads} and kv_heads is {kv_heads}; the first must be a multiple of the "
+            "second (grouped-query attention)"
+        )
+    if head_dim is None and embed_dim % heads:
+        raise ArgumentError(
+            f"embed_dim is {embed_dim} and heads is {heads}; the first must be a multiple of the "
+            "second, or head_dim be given"
+        )
+
+
+def check_rotary(head_dim: int, base: float) -> None:
+    """Raise unless rotary positions can turn such heads.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if head_dim % 2:
+        raise ArgumentError(
+            f"head_dim is {head_dim} and rotary is True; rotary positions turn pairs, so head_dim "
+            "must be even"
+        )
+    if not 0 < base < math.inf:
+        raise ArgumentError(f"rotary_base is {base}; it must be positive and finite")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise if there is one that a layer sets itself.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    for name, reason in _OWN.items():
+        if name in options:
+            raise ArgumentError(
+                f"{name} is {options[name]!r}; it is an option of cufa.attention that a layer does "
+                f"not take: {reason}"
+            )
+
+
+def check_params(params: Params, shapes: Mapping[str, tuple[int, ...]], of: str, like: Any) -> None:
+    """Raise unless `params` has these shapes, and dtype and device of `like`, an array `of`.
+
+    Raises
+    ------
+    ArgumentError, DeviceError, DTypeError, ShapeError
+    """
+    if not isinstance(params, Mapping):
+        raise DTypeError(f"params is a {type(params).__name__}; it must be a dict of arrays")
+    if params.keys() != shapes.keys():
+        raise ArgumentError(
+            f"params has {', '.join(sorted(map(str, params))) or 'nothing'}; this layer takes "
+            f"{', '.join(shapes)} (init makes them)"
+        )
+    for name, shape in shapes.items():
+        check_belongs(f"params[{name!r}]", params[name], shape, of, like)
+
+
+def check_belongs(name: str, a: Any, shape: tuple[int, ...], of: str, like: Any) -> None:
+    """Raise unless `a` has this shape, and dtype and device of `like`, an array called `of`.
+
+    Raises
+    ------
+    DeviceError, DTypeError, ShapeError
+    """
+    facts, wanted = describe(name, a), describe(of, like)
+    if facts.shape != shape:
+        raise ShapeError(f"{name} has shape {facts.shape}; it must be {shape}")
+    if facts.dtype != wanted.dtype:
+        raise DTypeError(
+            f"{name} is {dtype_name(facts.dtype)} and {of} is {dtype_name(wanted.dtype)}; all "
+            "arrays of a layer must have one dtype"
+        )
+    if facts.device != wanted.device:
+        raise DeviceError(
+            f"{name} is on {place_of(facts.device)} and {of} is on {place_of(wanted.device)}; all "
+            "arrays must be on one device (cupy.asarray and cupy.asnumpy move them)"
+        )
