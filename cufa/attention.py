@@ -82,8 +82,7 @@ def attention(
         Probability, below 1, that a weight is dropped. After the softmax, weights are divided by
         ``1 - dropout_p`` where `cufa.dropout_mask` of this seed and probability, and of shape
         (batch, heads, seqlen_q, seqlen_k), is True, and are 0 elsewhere. `lse` is as without
-        dropout. It drops whenever it is not 0: pass 0.0 outside of training. The CPU has it, and
-        "standard".
+        dropout. It drops whenever it is not 0: pass 0.0 outside of training.
     dropout_seed : int, default None
         Dropout needs one: at least 0, below 2**64. The same seed drops the same weights,
         so take another for each call, and the same one again to repeat a call.
@@ -130,8 +129,8 @@ def attention(
     OutOfMemoryError
         The scores that "standard" holds do not fit into memory.
     UnsupportedError
-        No kernel of this algorithm serves this dtype, head_dim and memory, or none has dropout, on
-        this GPU; "fa1" or "fa3" on NumPy arrays; a PyTorch tensor requires grad.
+        No kernel of this algorithm serves this dtype, head_dim and memory on this GPU; "fa1" or
+        "fa3" on NumPy arrays; a PyTorch tensor requires grad.
 
     Notes
     -----

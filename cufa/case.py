@@ -44,6 +44,8 @@ FEW = (
     frozenset(["causal", "window", "softcap", "sink"]),
     frozenset(FEATURES),
 )
+#: And with dropout beside them.
+FEW_DROPPED = (frozenset[str](), frozenset(["causal"]), frozenset(FEATURES))
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -201,10 +203,11 @@ class Case:
     def few_kernels(self) -> Case:
         """This case bent so that all cases together need about a hundred compiled kernels.
 
-        Head dims fall into 33..64 or 97..128, features into the sets of `FEW`, a bias into float32.
+        Head dims fall into 33..64 or 97..128, features into the sets of `FEW`, or
+        beside dropout of `FEW_DROPPED`, a bias into float32.
         """
         on = frozenset(f for f in FEATURES if getattr(self, f) not in (None, False))
-        fitting = [few for few in FEW if few <= on]
+        fitting = [few for few in (FEW_DROPPED if self.dropout_p else FEW) if few <= on]
         largest = [few for few in fitting if len(few) == max(map(len, fitting))]
         keep = largest[self.seed % len(largest)]
         drop: dict[str, Any] = {f: False if f in ("causal", "sink") else None for f in on - keep}

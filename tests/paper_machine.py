@@ -46,5 +46,5 @@ class PaperMachine:
         self.counters.append(np.zeros(1, np.uint32))
         return self.counters[-1]
 
-    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
+    def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
         self.launched.append((step, buffers))

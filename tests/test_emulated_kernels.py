@@ -139,6 +139,7 @@ def cases_of(draw: st.DrawFn, key: KernelKey) -> Case:
             alibi=st.sampled_from([1, 2]) if key.alibi else None,
             softcap=st.sampled_from([0.5, 50.0]) if key.softcap else None,
             sink=key.sink,
+            dropout_p=st.sampled_from([0.1, 0.5, 0.9]) if key.dropout else 0.0,
             scale=st.sampled_from(scales),
             scores=st.sampled_from(tuple(SCORES)),
             q_memory=placements(key, offset=not key.aligned),
@@ -200,7 +201,7 @@ def test_every_row_of_the_table_every_dtype_and_every_feature_is_sampled() -> No
     for spec in KERNELS:
         keys = [k for k in SAMPLE if k.kernel == spec.name and k.dtype in spec.dtypes]
         assert {key.dtype for key in keys} == {*spec.dtypes}
-        for name in ("left", "right", "mask", "alibi", "softcap", "sink", "lse"):
+        for name in ("left", "right", "mask", "alibi", "softcap", "sink", "dropout", "lse"):
             assert {getattr(key, name) for key in keys} == {False, True}, name
         assert {key.bias for key in keys} == {None, *FLOAT_DTYPES}
 

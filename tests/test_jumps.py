@@ -91,6 +91,7 @@ BOUND = st.integers(0, 200)
 PLAIN, CAUSAL = hopper_cases(), hopper_cases(causal=st.sampled_from([True, "top_left"]))
 WINDOW = hopper_cases(window=st.tuples(BOUND, BOUND), sink=True)
 BIAS = hopper_cases(bias=st.tuples(*[st.booleans()] * 4), extra_dtype="float32")
+DROPPED = hopper_cases(dropout_p=st.sampled_from([0.1, 0.5, 0.9]))
 STALE = Case(seqlen_k=64, head_dim=32, head_dim_v=32, dtype="bfloat16", scores="jumping")
 
 
@@ -116,7 +117,11 @@ STALE = Case(seqlen_k=64, head_dim=32, head_dim_v=32, dtype="bfloat16", scores="
         sink=True,
     )
 )
-@given(case=PLAIN | CAUSAL | WINDOW | BIAS)
+# Dropout leaves nothing of the keys whose weights are so large that the tile is computed again.
+@example(
+    case=replace(STALE, seqlen_q=64, jumps=((0, 20.0), (1, 100.0), (32, -120.0)), dropout_p=0.9)
+)
+@given(case=PLAIN | CAUSAL | WINDOW | BIAS | DROPPED)
 def test_jumps_of_any_size_are_weighed_as_in_the_formula(attend: Attend, case: Case) -> None:
     assert_within_rounding(attend(*case.arrays(np), **case.options(np)), case.exact())
 
@@ -156,7 +161,7 @@ def test_values_below_the_limit_of_the_documents_do_not_overflow(
 
 
 @a_quarter
-@given(case=PLAIN | CAUSAL | WINDOW)
+@given(case=PLAIN | CAUSAL | WINDOW | DROPPED)
 def test_only_the_numbers_decide_what_comes(attend: Attend, case: Case) -> None:
     """Not the order of threads, nor who takes which tile."""
     arrays, options = case.arrays(np), case.options(np)

@@ -149,7 +149,7 @@ class Looking(Emulator):
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
         return super().kernel(key, ordinal) if key.kernel == MASK_TILES else None
 
-    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
+    def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
         if step.key.kernel == MASK_TILES:
             super().launch(kernel, step, buffers)
             self.step, self.words = step, buffers.workspace.view(np.uint64)

@@ -18,7 +18,7 @@ from cufa.problem import Problem, make_problem
 
 #: Bytes of what a struct's fields are declared as; pointers have 8.
 SIZES = {"Strides": 24, "ScoreStrides": 32, "Divisor": 12, "TensorMap": 128}
-SIZES |= {"i64": 8, "f64": 8, "i32": 4, "u32": 4}
+SIZES |= {"i64": 8, "f64": 8, "u64": 8, "i32": 4, "u32": 4}
 L2 = 32 << 20
 
 

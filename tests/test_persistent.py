@@ -177,7 +177,7 @@ def at(address: int) -> Any:
     return SimpleNamespace(data=SimpleNamespace(ptr=address))
 
 
-def test_a_launch_fills_in_pointers_and_maps(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_launch_fills_in_pointers_maps_and_the_seed(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     encodings: list[int] = []
 
     def encoded(self: TensorMap, address: int) -> bytes:
@@ -188,10 +188,10 @@ def test_a_launch_fills_in_pointers_and_maps(gpu: Any, monkeypatch: pytest.Monke
     step, kernel = make_plan(problem(1000), H200).steps[0], Told()
     for first in (16, 1600, 16):
         arrays = [at(first * n) for n in range(1, 5)]
-        gpu.cards.CARDS.launch(kernel, step, Buffers(*arrays, *[None] * 6, at(99)))
+        gpu.cards.CARDS.launch(kernel, step, Buffers(*arrays, *[None] * 6, at(99)), 2**64 - first)
     for told, first in zip(kernel.params, (16, 1600, 16), strict=True):
         assert [told[name] for name in "qkvo"] == [first * n for n in range(1, 5)]
-        assert told["tickets"] == 99
+        assert (told["tickets"], told["dropout_seed"]) == (99, 2**64 - first)
         assert told["workspace"] == told["lse"] == 0
         for name in "qkv":
             assert bytes(told[f"{name}_map"])[:8] == int(told[name]).to_bytes(8, "little")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator import build, linear_attention
+from emulator import faults_dropout as dropout
 from emulator.build import Unit
 from emulator.faults import CONFLICTS, PROBLEMS, WRONG, Fault, Problem, Symptom
 from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
@@ -37,13 +38,13 @@ SCHEDULES = (
     *(Schedule(Order.RANDOM, s) for s in (1, 2)),
 )
 FAULTS = {
-    "fa2_fwd": FA2_FWD,
-    "fa2_fwd float32": FA2_FWD_FLOAT32,
+    "fa2_fwd": (*FA2_FWD, *dropout.FA2_FWD),
+    "fa2_fwd float32": (*FA2_FWD_FLOAT32, *dropout.FA2_FWD_FLOAT32),
     "fa2_fwd float64": FA2_FWD_FLOAT64,
-    "fa2_fwd_simt": FA2_FWD_SIMT,
-    "fa1_fwd": FA1_FWD,
-    "fa1_fwd_simt": FA1_FWD_SIMT,
-    "fa3_fwd_sm90": FA3_FWD_SM90,
+    "fa2_fwd_simt": (*FA2_FWD_SIMT, *dropout.FA2_FWD_SIMT),
+    "fa1_fwd": (*FA1_FWD, *dropout.FA1_FWD),
+    "fa1_fwd_simt": (*FA1_FWD_SIMT, *dropout.FA1_FWD_SIMT),
+    "fa3_fwd_sm90": (*FA3_FWD_SM90, *dropout.FA3_FWD_SM90),
     "fa3_fwd_sm90 mask": MASK_TILES,
     "linear_attention_sm90": LINEAR_ATTENTION_SM90,
 }

@@ -115,20 +115,17 @@ def test_a_failure_is_made_small():
     assert failure.doubt is None
 
 
-def test_dropout_is_held_where_a_kernel_wished_for_has_it():
+@pytest.mark.parametrize("kernel", ["cpu", *sorted({spec.name for spec in KERNELS})])
+def test_dropout_is_held_by_every_kernel_and_made_small(kernel):
     def without(*arrays, **options):
-        return cufa.attention(*arrays, **{**options, "dropout_p": 0.0})
+        return on_any(*arrays, **{**options, "dropout_p": 0.0})
 
-    failure, _ = find(without, max_examples=1000, algorithms=["fa2"], dtypes=["float64"])
-    assert failure.case.dropout_p > 0
-
-    def on_card(*arrays, **options):
-        assert "dropout_p" not in options
-        return cufa.attention(*arrays, **{**options, "algorithm": "auto"})
-
-    failure, seen = find(on_card, backends=(CARD,), kernels=["fa2_fwd_simt"], max_examples=20)
-    assert failure is None
-    assert seen
+    backend = CPU if kernel == "cpu" else CARD
+    failure, _ = find(without, backends=(backend,), kernels=[kernel], max_examples=2000)
+    case = failure.case
+    assert (failure.kernel, case.dropout_p) == (kernel, 0.1)
+    assert (case.batch, case.heads, case.seqlen_q) == (1, 1, 1)
+    assert not any(getattr(case, feature) for feature in FEATURES)
 
 
 @pytest.mark.parametrize("direction", ["backward", "both"])

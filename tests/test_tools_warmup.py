@@ -35,10 +35,13 @@ def test_kernels_that_cannot_be_kept_are_an_error(folder, monkeypatch, capsys):
     assert said.err.startswith(f"cufa: cannot keep compiled kernels in {folder / 'file'}")
 
 
-def test_a_feature_is_a_switch(folder):
+@pytest.mark.parametrize(
+    "switches", [["--softcap", "--alibi-slopes", "--bias", "float32"], ["--dropout"]]
+)
+def test_a_feature_is_a_switch(folder, switches):
     cli.main(ONE_LINE)
     plain = set(folder.iterdir())
-    cli.main([*ONE_LINE, "--softcap", "--alibi-slopes", "--bias", "float32"])
+    cli.main([*ONE_LINE, *switches])
     assert set(folder.iterdir()) > plain
 
 

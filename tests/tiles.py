@@ -22,21 +22,22 @@ HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
 _BOTH = [False, True]
 _ENDS: dict[str, list[Any]] = {name: _BOTH for name in ("right", "sink", "lse", "aligned")}
 _ANY_BOUNDS = {"left": _BOTH, **_ENDS}
+_MODIFIED: dict[str, list[Any]] = {name: _BOTH for name in ("alibi", "softcap", "dropout")}
+_NOT_MODIFIED: dict[str, list[Any]] = {name: [False] for name in _MODIFIED}
 _DTYPES = ["float16", "bfloat16", "float32", "float64"]
 #: What calls of a kind may have.
 FEATURES: dict[Scores, dict[str, list[Any]]] = {
     Scores.OPEN: {"left": [False], **_ENDS},
     Scores.PLAIN: {"left": [True], **_ENDS},
     Scores.MASKED: {**_ANY_BOUNDS, "mask": [True]},
-    Scores.MODIFIED: {**_ANY_BOUNDS, "alibi": _BOTH, "softcap": _BOTH},
+    Scores.MODIFIED: {**_ANY_BOUNDS, **_MODIFIED},
     Scores.BIASED: {**_ANY_BOUNDS, "bias": ["float16", "bfloat16"]},
     Scores.BIASED_32: {**_ANY_BOUNDS, "bias": ["float32"]},
     Scores.MIXED: {
         **_ANY_BOUNDS,
         "mask": _BOTH,
         "bias": [None, *_DTYPES],
-        "alibi": _BOTH,
-        "softcap": _BOTH,
+        **_MODIFIED,
     },
 }
 #: Kernels that take aligned arrays only.
@@ -56,7 +57,7 @@ STEPS = {
 @cache
 def feature_sets(scores: Scores) -> list[dict[str, Any]]:
     """Every pair of values of two features occurs in one of these."""
-    features = {"mask": [False], "bias": [None], "alibi": [False], "softcap": [False]}
+    features: dict[str, list[Any]] = {"mask": [False], "bias": [None], **_NOT_MODIFIED}
     features |= FEATURES[scores]
     varied = {name: values for name, values in features.items() if len(values) > 1}
     fixed = {name: values[0] for name, values in features.items() if len(values) == 1}
@@ -66,7 +67,9 @@ def feature_sets(scores: Scores) -> list[dict[str, Any]]:
     ]
     for chosen in sets:
         modified = chosen["bias"] or chosen["alibi"] or chosen["softcap"]
-        chosen["fold_scale"] = not modified and (scores < Scores.MODIFIED or chosen["mask"])
+        chosen["fold_scale"] = not modified and (
+            scores < Scores.MODIFIED or chosen["mask"] or chosen["dropout"]
+        )
     return sets
 
 

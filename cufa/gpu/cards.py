@@ -17,12 +17,13 @@ from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
 from cufa.gpu import build, cublas, launch
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.params import POINTERS, Buffers
+from cufa.gpu.params import POINTERS, SEED, Buffers
 from cufa.gpu.plan import KernelKey, Step
 from cufa.gpu.tensor_map import MAP_BYTES
 from cufa.problem import Signature, make_problem
 
 _pack_pointers = struct.Struct(f"={len(Buffers._fields)}Q").pack_into
+_pack_seed = struct.Struct("=Q").pack_into
 _pack_maps = struct.Struct(f"{MAP_BYTES}s" * 3).pack_into
 #: Streams that cannot be captured: handles of CUDA's legacy default stream.
 _LEGACY = (0, 1)
@@ -117,7 +118,7 @@ class _Cards:
                 _new_page(device)  # now, since memory can hardly be had during a capture
         return found
 
-    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
+    def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
         q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace, tickets = buffers
         q_ptr, k_ptr, v_ptr = q.data.ptr, k.data.ptr, v.data.ptr
         filled = _with_maps(step, q_ptr, k_ptr, v_ptr) if step.maps else step.params
@@ -137,6 +138,8 @@ class _Cards:
             0 if workspace is None else workspace.data.ptr,
             0 if tickets is None else tickets.data.ptr,
         )
+        if seed is not None:
+            _pack_seed(params, SEED, seed)
         kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
 
 
@@ -158,7 +161,7 @@ def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
 
 def _run(call: Signature, arrays: Arrays, seed: Any) -> Any:
     if call.algorithm != "standard":
-        return launch.run(CARDS, call, arrays)
+        return launch.run(CARDS, call, arrays, seed)
     problem = make_problem(call)
     if arrays.out is not None:
         check_overlap(arrays)

@@ -39,7 +39,7 @@ class Scores(IntEnum):
     PLAIN = 1
     #: A mask.
     MASKED = 2
-    #: ALiBi, softcap, a scale that is not positive.
+    #: ALiBi, softcap, a scale that is not positive; dropout.
     MODIFIED = 3
     #: A bias of 16 bits.
     BIASED = 4
@@ -52,8 +52,8 @@ class Scores(IntEnum):
 def kind_of_scores(*, window: bool, mask: bool, modified: bool, bias: str | None) -> Scores:
     """The kind of a call's scores.
 
-    `window` is one that bounds the keys on the left, `modified` ALiBi, softcap or a scale that is
-    not positive, and `bias` the dtype of one.
+    `window` is one that bounds the keys on the left, `modified` ALiBi, softcap, a scale that is not
+    positive or dropout, and `bias` the dtype of one.
     """
     if bias == "float64" or mask + modified + (bias is not None) > 1:
         return Scores.MIXED
@@ -255,7 +255,7 @@ def get_best_config(
     causal : bool, default False
         True: causal, or a window that bounds the keys on the right.
     plain : bool, default True
-        False: the call has ALiBi slopes, a softcap or a scale that is not positive.
+        False: the call has ALiBi slopes, a softcap, a scale that is not positive, or dropout.
     window : bool, default False
         True: the call has a window that bounds the keys on the left.
     mask : bool, default False

@@ -44,8 +44,8 @@ class Machine(Protocol):
         """An array of one uint32 that no other kernel uses meanwhile: 0 before a launch, and the
         kernel leaves it so."""
 
-    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
-        """Start a kernel."""
+    def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
+        """Start a kernel. `seed` is that of dropout."""
 
 
 class _Ready(NamedTuple):
@@ -60,8 +60,11 @@ class _Ready(NamedTuple):
     conversions: dict[str, str | None]
 
 
-def run(machine: Machine, call: Signature, arrays: Arrays) -> Any:
-    """`cufa.attention` on a machine's arrays, all on the device that `call` names."""
+def run(machine: Machine, call: Signature, arrays: Arrays, seed: Any = None) -> Any:
+    """`cufa.attention` on a machine's arrays, all on the device that `call` names.
+
+    `seed` is that of dropout.
+    """
     if arrays.out is not None:
         make_problem(call)  # its errors come before anything else
         check_overlap(arrays)
@@ -73,8 +76,8 @@ def run(machine: Machine, call: Signature, arrays: Arrays) -> Any:
             name: machine.contiguous(getattr(arrays, name), dtype)
             for name, dtype in ready.conversions.items()
         }
-        return _launch(machine, converted, arrays._replace(**copies))
-    return _launch(machine, ready, arrays)
+        return _launch(machine, converted, arrays._replace(**copies), seed)
+    return _launch(machine, ready, arrays, seed)
 
 
 @lru_cache(maxsize=4096)
@@ -119,7 +122,7 @@ def after_conversions(
     return call._replace(aligned=all(address_of(a) % 16 == 0 for a in stay), **changed)
 
 
-def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
+def _launch(machine: Machine, ready: _Ready, arrays: Arrays, seed: Any) -> Any:
     problem = ready.problem
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
     if out is None:
@@ -129,5 +132,5 @@ def _launch(machine: Machine, ready: _Ready, arrays: Arrays) -> Any:
     tickets = machine.tickets() if ready.tickets else None
     buffers = Buffers(q, k, v, out, lse, mask, bias, alibi_slopes, sink, workspace, tickets)
     for kernel, step in ready.launches:
-        machine.launch(kernel, step, buffers)
+        machine.launch(kernel, step, buffers, seed)
     return out if lse is None else (out, lse)

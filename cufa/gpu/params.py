@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cufa.dropout import threshold
 from cufa.gpu.tensor_map import MAP_ALIGNMENT, MAP_BYTES
 from cufa.problem import Operand, Problem
 
@@ -44,11 +45,13 @@ _FIELDS = (
     + [(name, "i4") for name in ("seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
     + [(name, "i4") for name in ("rows_per_block", "diagonal", "left", "right")]
     + [(name, "i4") for name in ("tile_count", "section")]
+    + [("dropout_seed", "u8"), ("kept_scale", "f8"), ("dropout_threshold", "u4")]
 )
 _PADDING = -np.dtype(_FIELDS, align=True).itemsize % MAP_ALIGNMENT
 PARAMS = np.dtype([*_FIELDS, ("padding", "u1", _PADDING)], align=True)
-#: Where the pointers begin, after three maps.
+#: Where the pointers begin, after three maps, and where the seed of dropout is.
 POINTERS = 3 * MAP_BYTES
+SEED: int = PARAMS.fields["dropout_seed"][1]  # type: ignore[index]
 #: The same bytes as one opaque item: a structured array is copied field by field, by NumPy and by
 #: CuPy, which takes longer than all the rest of a call.
 _OPAQUE = np.dtype((np.void, PARAMS.itemsize))
@@ -61,7 +64,7 @@ def make_params(
     section: int,
     mask_tiles_stride: Sequence[int] = (0, 0, 0),
 ) -> np.ndarray[Any, Any]:
-    """The parameters of one launch, one opaque item, shape (1,), every pointer and map 0.
+    """The parameters of one launch, one opaque item, shape (1,); pointers, maps and seed are 0.
 
     `tiles` is the number of query tiles of one head, or of ranges of them, and `section` the number
     of query heads that are worked on together (`plan.section`). `mask_tiles_stride` counts words
@@ -88,6 +91,8 @@ def make_params(
     band = problem.band
     p["diagonal"], p["left"], p["right"] = band.diagonal, band.left or 0, band.right or 0
     p["tile_count"], p["section"] = problem.batch * problem.heads * tiles, section
+    p["kept_scale"] = 1 / (1 - problem.dropout_p)
+    p["dropout_threshold"] = threshold(problem.dropout_p)
     return p.view(_OPAQUE)
 
 

@@ -54,6 +54,7 @@ class KernelKey(NamedTuple):
     alibi: bool
     softcap: bool
     sink: bool
+    dropout: bool
     lse: bool
     fold_scale: bool
     config: Config
@@ -153,7 +154,7 @@ def _key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
         kind_of_scores(
             window=problem.band.left is not None,
             mask=problem.mask is not None,
-            modified=not _only_scales(problem),
+            modified=not _only_scales(problem) or problem.dropout_p > 0,
             bias=problem.bias.dtype if problem.bias else None,
         ),
         problem.band.right is not None,
@@ -173,6 +174,7 @@ def _key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
         alibi=problem.alibi_slopes is not None,
         softcap=problem.softcap is not None,
         sink=problem.sink is not None,
+        dropout=problem.dropout_p > 0,
         lse=problem.return_lse,
         fold_scale=fold_scale,
         config=config,
@@ -196,6 +198,7 @@ def _mask_tiles_key(key: KernelKey) -> KernelKey:
         alibi=False,
         softcap=False,
         sink=False,
+        dropout=False,
         lse=False,
         fold_scale=True,
         config=tile,

@@ -44,8 +44,6 @@ class KernelSpec:
         """Why this kernel does not serve a problem; None if it does."""
         if problem.algorithm not in ("auto", self.algorithm):
             return f"is algorithm {self.algorithm!r}"
-        if problem.dropout_p:
-            return "has no dropout yet"
         limit = self.limit(problem.dtype, max(problem.head_dim, problem.head_dim_v), device)
         if limit is not None:
             return limit
@@ -162,10 +160,8 @@ def select(problem: Problem, device: Device) -> KernelSpec:
         head_dim_text = f"head_dim {head_dim}, head_dim_v {problem.head_dim_v}"
     else:
         head_dim_text = f"head_dim {head_dim}"
-    dropout = '\nalgorithm="standard" has dropout.' if problem.dropout_p else ""
     raise UnsupportedError(
         f"no forward kernel for {problem.dtype}, {head_dim_text} on {device.name}:\n"
         + "\n".join(refusals)
-        + dropout
         + "\nNumPy inputs run on the CPU backend, which has none of these limits."
     )

@@ -31,6 +31,7 @@ def warmup(
     alibi_slopes: bool = False,
     softcap: bool = False,
     sink: bool = False,
+    dropout: bool = False,
     arch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
@@ -44,8 +45,8 @@ def warmup(
     head_dim : int or several, default (64, 128)
     dtype : str or several, default ("float16", "bfloat16")
     causal, return_lse : bool or several, default (False, True) and False
-    window, mask, alibi_slopes, softcap, sink : bool, default False
-        Whether calls will pass this argument.
+    window, mask, alibi_slopes, softcap, sink, dropout : bool, default False
+        Whether calls will pass this argument (dropout: `dropout_p`).
     bias : str, default None
         Dtype of the bias that calls will pass.
     arch : int, default that of the current device
@@ -76,7 +77,7 @@ def warmup(
     """
     device = _current_device() if arch is None else _device(arch)
     bias = None if bias is None else plain_dtype("bias", bias)
-    features = _Features(mask, alibi_slopes, softcap, sink, bias)
+    features = _Features(mask, alibi_slopes, softcap, sink, bias, dropout)
     plain_choice("window", window, (False, True))
     for name, value in features._asdict().items():
         if name != "bias":
@@ -109,6 +110,7 @@ class _Features(NamedTuple):
     softcap: bool = False
     sink: bool = False
     bias: str | None = None
+    dropout: bool = False
 
 
 def _several(x: Any) -> list[Any]:
@@ -164,4 +166,5 @@ def _call(
         return_lse=return_lse,
         algorithm="auto",
         aligned=True,
+        dropout_p=0.5 if features.dropout else 0.0,
     )

@@ -6,6 +6,7 @@
 //   work  O, m and l of every query tile        float32
 //   grid  B * H * ranges of query tiles         block kThreads; a warp has kBlockN / warps keys
 //   smem  one tile of V, one of Q, one that K and the warps' partial outputs use in turn
+#include "attn/drop_weights.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/query_tiles.cuh"
 #include "attn/running_rows.cuh"
@@ -79,6 +80,7 @@ fa1_fwd(const __grid_constant__ Params p) {
       tops.max(s, top);
       exponentials_and_sums(s, top, scale, sum);  // S becomes P~
       sums.put(s, sum);
+      drop_weights(s, p, tile, key0);           // dropped ones become 0
       const auto weights = narrow(s);
       const auto load_rows = [&] {
         rows.clear();                                                                // line 2

@@ -6,6 +6,7 @@
 //   work  O, m and l of every query tile        likewise
 //   grid  B * H * ranges of query tiles         block kThreads; half of them have half of the keys
 //   smem  one tile of K, V, Q and, for each half, P; the outputs that the halves exchange
+#include "attn/drop_weights.cuh"
 #include "attn/query_tiles.cuh"
 #include "attn/running_rows.cuh"
 #include "attn/score_mod.cuh"
@@ -78,6 +79,7 @@ fa1_fwd_simt(const __grid_constant__ Params p) {
       tops.max(s, top);
       exponentials_and_sums(s, top, scale, sum);  // S becomes P~
       sums.put(s, sum);
+      drop_weights(s, p, numbered, key0 + slice() * kSlice);
       store_tile(p_smem, s);
       ptx::bar_warp_sync();                     // P~ of the rows of half a warp is here
       Partial part;                             // this half's part of P~ V_j

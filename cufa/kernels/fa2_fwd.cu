@@ -5,6 +5,7 @@
 //   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64), natural log
 //   grid  B * H * ceil(Tq / kBlockM)            block kThreads; a warp owns kBlockM / warps rows
 //   smem  one tile of Q, one of K, one of V
+#include "attn/drop_weights.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
 #include "attn/score_mod.cuh"
@@ -67,13 +68,14 @@ template <class Unit, bool kCheck> DEVICE bool attend(const Params& p) {
     ptx::bar_sync();                            // V of block n is here, K of block n was used
     if (n > keys.first) load_k(n - 1);          // runs under all that follows
     softmax.update(s, o);                       // S becomes P; O follows the row maximum
+    drop_weights(s, p, tile, key0);             // dropped ones become 0
     matmul_nn(o, narrow(s), v_smem);            // O += P V
   }
 
   Real lse[Output::kRows];
   softmax.finish(o, p, tile, lse);              // divides by l
   if constexpr (kCheck)
-    if (ptx::bar_red_or(!is_within(o, kLeast))) return false;
+    if (ptx::bar_red_or(!is_within(o, kLeast * kept_scale(p)))) return false;
   store_output(o, p, tile);
   store_lse(o, lse, p, tile);
   return true;

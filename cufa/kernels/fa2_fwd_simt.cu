@@ -5,6 +5,7 @@
 //   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32 (float64 for float64), natural log
 //   grid  B * H * ceil(Tq / kBlockM)            block kThreads; half a warp owns kRows rows
 //   smem  one tile of Q, one of P, one that K and V use in turn, in the accumulator's type
+#include "attn/drop_weights.cuh"
 #include "attn/epilogue.cuh"
 #include "attn/key_range.cuh"
 #include "attn/score_mod.cuh"
@@ -50,6 +51,7 @@ fa2_fwd_simt(const __grid_constant__ Params p) {
     score_mod(s, p, tile, key0);
     if (keys.is_partial(n)) apply_mask(s, p, tile, key0);
     softmax.update(s, o);                       // S becomes P; O follows the row maximum
+    drop_weights(s, p, tile, key0);             // dropped ones become 0
     store_tile(p_smem, s);
     ptx::bar_sync();                            // all have used K; P is here
     copy_rows(v_smem, tile.v(p), p.v_stride.row, key0, p.seqlen_k, p.head_dim_v);

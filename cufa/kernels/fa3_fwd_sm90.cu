@@ -10,6 +10,7 @@
 //
 // docs/hopper.md tells the whole.
 #include "attn/blind_softmax.cuh"
+#include "attn/drop_weights.cuh"
 #include "attn/epilogue_mma.cuh"
 #include "attn/key_range.cuh"
 #include "attn/score_inputs.cuh"
@@ -235,6 +236,7 @@ struct Consumer {
     if (keys.is_cut(block.n)) apply_bounds(s, p, job.tile, block.n * kBlockN);
     inputs.hide(s);
     softmax.begin(s);
+    drop_weights(s, p, job.tile, block.n * kBlockN);
     weights = narrow(s);
     fresh = true;
   }
@@ -298,6 +300,7 @@ struct Consumer {
       softmax.update_apart(s, follow);
     }
     pipes.k.give_back();
+    drop_weights(s, p, job.tile, block.n * kBlockN);
     ptx::wgmma_wait_group<0>();  // O is there, and the weights may be overwritten
     pipes.v.give_back();
     weights = narrow(s);

@@ -19,6 +19,7 @@ _SWITCHES = {
     "alibi-slopes": "ALiBi slopes",
     "softcap": "a softcap",
     "sink": "a sink",
+    "dropout": "dropout",
 }
 
 

@@ -78,6 +78,7 @@ def _attention(dtype: str) -> dict[str, tuple[Case, ...]]:
         "half slab": (_case(20, 65, head_dim=32, head_dim_v=32),),
         "mask": (_case(20, 65, mask=(True,) * 4),),
         "bias": (_case(20, 65, bias=(True,) * 4),),
+        "dropout": (_case(80, 129, kv_heads=2, dropout_p=0.5),),
     }
     return {name: tuple(replace(c, dtype=dtype) for c in of) for name, of in cases.items()}
 
@@ -101,6 +102,7 @@ def _hopper() -> dict[str, tuple[Case, ...]]:
         "hidden": (case(200, 300, head_dim=256, causal=True),),
         "hidden beside": (case(256, 320, head_dim=128, causal=True),),
         "mask": (case(200, 400, mask=(True,) * 4),),
+        "dropout": (case(130, 300, dropout_p=0.5),),
         "sparse": (case(200, 900, mask=(False, False, True, True), hidden=0.99995),),
         "past its end": (
             case(1300, 40, mask=(True, True, False, True), causal="top_left", window=(10, None)),
@@ -144,6 +146,7 @@ PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
             _case(40, 300, head_dim=96, dtype="float16", scores="falling"),
         ),
         "causal": (_case(150, 70, head_dim=96, dtype="float16", causal=True),),
+        "dropout": (_case(40, 200, head_dim=96, dtype="float16", dropout_p=0.5),),
     },
     "fa1_fwd_simt": _attention("float32"),
     "fa3_fwd_sm90": _hopper(),

@@ -70,8 +70,9 @@ class Emulator:
     def tickets(self) -> Any:
         return np.zeros(1, np.uint32)
 
-    def launch(self, kernel: Any, step: Step, buffers: Buffers) -> None:
+    def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
         params = step.params.view(PARAMS).copy()
+        params["dropout_seed"] = 0 if seed is None else seed
         for name, tensor_map in zip("qkv", step.maps, strict=False):
             address = getattr(buffers, name).ctypes.data
             params[f"{name}_map"] = emulated(tensor_map, address)
@@ -107,7 +108,7 @@ def emulator(arch: int) -> Emulator:
 
 def attention(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> Any:
     """`cufa.attention` with those options on NumPy arrays, computed by an emulated card."""
-    return launch.run(machine, *_signed(q, k, v, **options))
+    return launch.run(machine, *_signed(q, k, v, **options), options.get("dropout_seed"))
 
 
 def kernel_key(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> KernelKey:

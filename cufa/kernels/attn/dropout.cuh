@@ -1,5 +1,4 @@
-// Which weights dropout keeps: cufa/dropout.py, whose docstring has the layout, bit for bit. No
-// kernel has it yet.
+// Which weights dropout keeps: cufa/dropout.py, whose docstring has the layout, bit for bit.
 // Source: Salmon et al., SC 2011: Philox4x32-10.
 #pragma once
 #include "base/types.cuh"
@@ -8,8 +7,9 @@ struct DropoutBits {
   u32 word[4];
 
   // Whether the weight `down` rows and `right` columns of 8 away from the first is kept.
-  DEVICE bool keep(int down, int right, u32 threshold) const {
-    return word[2 * down + right] >= threshold;
+  DEVICE bool keep(bool down, bool right, u32 threshold) const {
+    const u32 left_word = down ? word[2] : word[0], right_word = down ? word[3] : word[1];
+    return (right ? right_word : left_word) >= threshold;
   }
 };
 

@@ -48,5 +48,10 @@ struct Params {
   // Where blocks take tiles as they come
   i32 tile_count;  // of all heads
   i32 section;     // so many heads that their keys and values fit L2 together
+
+  // Dropout
+  u64 dropout_seed;
+  f64 kept_scale;         // 1 / (1 - p), of weights that are kept
+  u32 dropout_threshold;  // what their words are at least
 };
 static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");

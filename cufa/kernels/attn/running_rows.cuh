@@ -80,9 +80,9 @@ template <class Output> struct RunningRows {
     Real lse[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowEnd end = end_row(m[r], l[r], scale, sink);
+      const RowEnd end = end_row(p, m[r], l[r], scale, sink);
       lse[r] = end.lse;
-      if constexpr (kSink) {
+      if constexpr (kSink || kDropout) {
 #pragma unroll
         for (int c = 0; c < kCols; ++c) o.at(r, c) *= l[r] * end.factor;
       }

@@ -1,6 +1,7 @@
 // Online softmax over the rows of a fragment.
 // Source: Dao, arXiv:2307.08691, Algorithm 1, lines 9, 10, 12 and 13.
 #pragma once
+#include "attn/drop_weights.cuh"
 #include "attn/tile.cuh"
 #include "base/math.cuh"
 #include "ptx/vote.cuh"
@@ -32,8 +33,8 @@ struct RowEnd {
   Real lse;     // natural log; -inf for such a row, if it has no sink
 };
 
-// `sum` is that of the weights exp2(scale * (s - m)).
-DEVICE RowEnd end_row(Real m, Real sum, Real scale, Real sink) {
+// `sum` is that of the weights exp2(scale * (s - m)), dropped ones too.
+DEVICE RowEnd end_row(const Params& p, Real m, Real sum, Real scale, Real sink) {
   Real rescale = 1;
   Real top = kFoldScale ? m * scale * Real(kLn2) : m;  // natural units
   if constexpr (kSink) {                               // one more score, without a value
@@ -45,7 +46,7 @@ DEVICE RowEnd end_row(Real m, Real sum, Real scale, Real sink) {
       top = base;
     }
   }
-  return {sum == 0 ? Real(0) : rescale / sum,
+  return {sum == 0 ? Real(0) : rescale * kept_scale(p) / sum,
           sum == 0 ? -infinity() : top + log2_of(sum) * Real(kLn2)};
 }
 
@@ -115,7 +116,7 @@ template <int kRows> struct OnlineSoftmax {
     const Real sink = sink_of(p, tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowEnd end = end_row(m[r], row_sum<kRowLanes>(l[r]), scale, sink);
+      const RowEnd end = end_row(p, m[r], row_sum<kRowLanes>(l[r]), scale, sink);
       factors[r] = end.factor;
       lse[r] = end.lse;
     }

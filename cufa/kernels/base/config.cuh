@@ -20,6 +20,7 @@ constexpr DType kBias = DType(CUFA_BIAS);    // kNone: no bias
 constexpr bool kAlibi = CUFA_ALIBI;
 constexpr bool kSoftcap = CUFA_SOFTCAP;
 constexpr bool kSink = CUFA_SINK;
+constexpr bool kDropout = CUFA_DROPOUT;
 constexpr bool kLse = CUFA_LSE;              // lse is wanted
 constexpr bool kFoldScale = CUFA_FOLD_SCALE; // scores stay raw q.k; the exponent carries the scale
 

@@ -22,6 +22,9 @@ template <int kRowTiles, int kColTiles> struct MmaFragment {
   static constexpr int kRows = 2 * kRowTiles, kCols = 2 * kColTiles;  // held by one lane
   static constexpr int kRowLanes = 4;                                 // lanes that share a row
   static constexpr int kRun = 2;                                      // columns side by side
+  // Whether rows r and r + 1 (of even r), columns c and c + 2 (of c % 4 < 2) are the same places in
+  // the two halves of 16 rows, of 16 columns.
+  static constexpr bool kRowPairs = true, kColPairs = true;
 
   f32 x[kRowTiles][kColTiles][4];
 

@@ -9,6 +9,7 @@ constexpr int kColumnLanes = 16;  // half a warp shares its rows and divides the
 template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
   static constexpr int kRows = kRows_, kCols = kCols_, kRun = kRun_;
   static constexpr int kRowLanes = kColumnLanes;
+  static constexpr bool kRowPairs = false, kColPairs = false;
   static_assert(kCols % kRun == 0);
 
   Real x[kRows][kCols];
