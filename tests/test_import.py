@@ -20,6 +20,7 @@ LAYERS = (
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
+    ("gradients",),
     (
         "gpu.registry",
         "gpu.params",
@@ -27,7 +28,6 @@ LAYERS = (
         "standard",
         "rows",
         "blocks",
-        "gradients",
         "case",
     ),
     ("gpu.config", "testing"),

@@ -19,7 +19,7 @@ from cufa.gpu.config import (
     state_bytes,
 )
 from cufa.gpu.device import Device
-from cufa.gpu.params import PARAMS, make_params
+from cufa.gpu.params import BACKWARD_PARAMS, PARAMS, make_params
 from cufa.gpu.registry import KernelSpec, select
 from cufa.gpu.tensor_map import TensorMap
 from cufa.options import ITEMSIZE
@@ -78,6 +78,7 @@ class KernelKey(NamedTuple):
         facts |= self.config._asdict()
         facts |= {"smem_bytes": self.smem_bytes, "state_bytes": self.state_bytes}
         facts["params_bytes"] = PARAMS.itemsize
+        facts["backward_params_bytes"] = BACKWARD_PARAMS.itemsize
         return {name.upper(): int(value) for name, value in facts.items()}
 
 

@@ -34,5 +34,6 @@ constexpr int kBlocksPerSm = CUFA_BLOCKS_PER_SM;
 constexpr int kSmemBytes = CUFA_SMEM_BYTES;
 constexpr int kStateBytes = CUFA_STATE_BYTES;  // in global memory, for each query tile
 constexpr int kParamsBytes = CUFA_PARAMS_BYTES;
+constexpr int kBackwardParamsBytes = CUFA_BACKWARD_PARAMS_BYTES;
 
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims come rounded up to 32");
