@@ -104,15 +104,18 @@ def test_red_add_sums_in_any_order(machine: Runner, seed: int, blocks: int) -> N
 @on_every_machine
 @a_quarter
 @given(seeds, st.integers(1, 9))
-def test_red_add_v4_adds_four_numbers_each_to_its_own(
+def test_red_add_of_vectors_adds_each_number_to_its_own(
     machine: Runner, seed: int, blocks: int
 ) -> None:
+    """red_add_v2, red_add_v4."""
     random = np.random.default_rng(seed)
     x = random.integers(-1000, 1000, (blocks, 128, 4)).astype(np.float32)
     first = random.integers(-1000, 1000, (32, 4)).astype(np.float32)
-    expected = {"sums": first + x.reshape(-1, 32, 4).sum(0)}
-    arrays = inputs(x=x) | {"sums": (first, Access.ADD)}
-    machine.check(Launch("ptx_red_v4", arrays, grid=(blocks,)), expected, seed)
+    sums = first + x.reshape(-1, 32, 4).sum(0)
+    expected = {f"sums_v{n}": np.ascontiguousarray(sums[:, :n]) for n in (2, 4)}
+    begin = {f"sums_v{n}": np.ascontiguousarray(first[:, :n]) for n in (2, 4)}
+    arrays = inputs(x=x) | {name: (a, Access.ADD) for name, a in begin.items()}
+    machine.check(Launch("ptx_red_vector", arrays, grid=(blocks,)), expected, seed)
 
 
 @on_every_machine

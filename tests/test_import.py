@@ -32,6 +32,7 @@ LAYERS = (
     ),
     ("gpu.config", "testing"),
     ("gpu.plan",),
+    ("gpu.backward_plan",),
     ("gpu.build", "gpu.launch"),
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),

@@ -83,6 +83,8 @@ _TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
 _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
+#: Around the products of the backward pass: what is known of each row, dQ from its sums, dsink.
+BWD_ROWS, BWD_QUERIES, BWD_SINK = "bwd_rows", "bwd_queries", "bwd_sink"
 ANY = 1 << 62
 _OPEN, _PLAIN, _MASKED, _MODIFIED, _BIASED, _BIASED_32, _MIXED = Scores
 
@@ -134,7 +136,25 @@ _TABLE = (
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  32, 128, 1, 1)),
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
+_SIMT_BACKWARD = (
+    _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 2)),
+    _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 256, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  4,  16,  64, 1, 1)),
+)
 # fmt: on
+#: Of the backward pass; kernels on CUDA cores have the same tiles in shared memory, all three.
+_BACKWARD_TABLE = tuple(
+    row._replace(kernel=kernel)
+    for kernel in ("fa2_bwd_simt", "fa2_bwd_dq_simt", "fa2_bwd_dbias_simt")
+    for row in _SIMT_BACKWARD
+)
 
 #: A length for each class of lengths that the table tells apart.
 LENGTHS = (1, *sorted({row.seqlen + 1 for row in _TABLE} - {ANY + 1}))
@@ -189,9 +209,11 @@ def element_bytes(kernel: str, dtype: str) -> int:
 
 def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of one block; the kernel asserts the same figure."""
-    if kernel == MASK_TILES:
+    if kernel in (MASK_TILES, BWD_ROWS, BWD_QUERIES):
         return 0
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
+    if kernel == BWD_SINK:
+        return size * config.threads // 32
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
     if kernel == "fa3_fwd_sm90":
@@ -211,6 +233,8 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
         return rows * (cols * size + 16)
 
     q, k, v = padded(m, head_dim), padded(n, head_dim), padded(n, head_dim_v)
+    if kernel.startswith("fa2_bwd"):
+        return q + padded(m, head_dim_v) + k + v + padded(m, n)
     if kernel == "fa1_fwd_simt":
         slices = 2 if n > 16 else 1
         partial_outputs = size * (slices - 1) * m * head_dim_v
@@ -315,7 +339,7 @@ def find_config(
         No row fits.
     """
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
-    for row in (*tuned.rows_for(device, d, dv), *_TABLE):
+    for row in (*tuned.rows_for(device, d, dv), *_TABLE, *_BACKWARD_TABLE):
         fits = (
             row.kernel == kernel
             and row.element_bytes == element_bytes(kernel, dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cufa.errors import UnsupportedError
 from cufa.gpu.device import Device
 from cufa.gpu.tensor_map import STRIDE_LIMIT
+from cufa.gradients import BackwardProblem
 from cufa.options import FLOAT_DTYPES, ITEMSIZE
 from cufa.problem import Operand, Problem
 
@@ -103,6 +104,20 @@ KERNELS = (
     KernelSpec("fa1_fwd_simt", "fa1",     _UP_TO_FLOAT, 256,    70, False),
     KernelSpec("fa1_fwd_simt", "fa1",     ("float64",), 128,    70, False),
 )
+
+#: Kernels of the backward pass, by what their blocks own: tiles of keys (dK, dV, and what these add
+#: to dQ), of queries (dQ alone) or of the bias (dbias).
+BACKWARD_KERNELS = {
+    "keys": (
+        KernelSpec("fa2_bwd_simt",       "fa2", FLOAT_DTYPES, 256, 70, False),
+    ),
+    "queries": (
+        KernelSpec("fa2_bwd_dq_simt",    "fa2", FLOAT_DTYPES, 256, 70, False),
+    ),
+    "bias": (
+        KernelSpec("fa2_bwd_dbias_simt", "fa2", FLOAT_DTYPES, 256, 70, False),
+    ),
+}
 # fmt: on
 
 #: The kernels' names, in the same order; a kernel may have several rows.
@@ -151,8 +166,25 @@ def select(problem: Problem, device: Device) -> KernelSpec:
     UnsupportedError
         None does; the message gives each kernel's reason.
     """
+    return _first(KERNELS, "forward", problem, device)
+
+
+def select_backward(part: str, problem: BackwardProblem, device: Device) -> KernelSpec:
+    """The first kernel that serves a part of a backward pass, a key of `BACKWARD_KERNELS`.
+
+    Raises
+    ------
+    UnsupportedError
+        None does; the message gives each kernel's reason.
+    """
+    return _first(BACKWARD_KERNELS[part], "backward", problem.forward, device)
+
+
+def _first(
+    specs: tuple[KernelSpec, ...], direction: str, problem: Problem, device: Device
+) -> KernelSpec:
     refusals = []
-    for spec in KERNELS:
+    for spec in specs:
         reason = spec.refusal(problem, device)
         if reason is None:
             return spec
@@ -162,9 +194,11 @@ def select(problem: Problem, device: Device) -> KernelSpec:
         head_dim_text = f"head_dim {head_dim}, head_dim_v {problem.head_dim_v}"
     else:
         head_dim_text = f"head_dim {head_dim}"
-    dropout = '\nalgorithm="standard" has dropout.' if problem.dropout_p else ""
+    dropout = ""
+    if problem.dropout_p and direction == "forward":
+        dropout = '\nalgorithm="standard" has dropout.'
     raise UnsupportedError(
-        f"no forward kernel for {problem.dtype}, {head_dim_text} on {device.name}:\n"
+        f"no {direction} kernel for {problem.dtype}, {head_dim_text} on {device.name}:\n"
         + "\n".join(refusals)
         + dropout
         + "\nNumPy inputs run on the CPU backend, which has none of these limits."

@@ -36,7 +36,7 @@ ARCHS = {
     "ptx_pack": "sm_80",
     "ptx_mma": "sm_80",
     "ptx_cp_async": "sm_80",
-    "ptx_red_v4": "sm_90",
+    "ptx_red_vector": "sm_90",
     "ptx_stmatrix": "sm_90",
     "ptx_mma_wide": "sm_90",
     "ptx_bulk": "sm_90",

@@ -21,6 +21,10 @@ constexpr bool kAlibi = CUFA_ALIBI;
 constexpr bool kSoftcap = CUFA_SOFTCAP;
 constexpr bool kSink = CUFA_SINK;
 constexpr bool kLse = CUFA_LSE;              // lse is wanted
+constexpr bool kDq = CUFA_DQ;                // of the backward pass: this kernel adds to dQ,
+constexpr bool kDk = CUFA_DK;                // stores dK,
+constexpr bool kDv = CUFA_DV;                // stores dV,
+constexpr DType kResult = DType(CUFA_RESULT);  // stores dbias or dsink in this type
 constexpr bool kFoldScale = CUFA_FOLD_SCALE; // scores stay raw q.k; the exponent carries the scale
 
 // The tile

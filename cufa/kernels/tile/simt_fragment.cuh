@@ -1,4 +1,4 @@
-// Register fragments on CUDA cores and the two matrix products of attention on them.
+// Register fragments on CUDA cores and the matrix products of attention on them.
 #pragma once
 #include "tile/padded_tile.cuh"
 
@@ -69,7 +69,31 @@ DEVICE void matmul_nn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kRowsP, kD
   }
 }
 
-// Puts P where matmul_nn reads it.
+// o += p^T x: p [kDepth][rows], x [kDepth][columns], both in shared memory.
+template <int kRows, int kCols, int kRun, int kRowsP, int kDepth, int kColsX>
+DEVICE void matmul_tn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kDepth, kRowsP> p,
+                      PaddedTile<kDepth, kColsX> x) {
+  constexpr int kRunP = min_of(kRows, kRealVec);
+  static_assert(kRows % kRunP == 0 && (kRunP & (kRunP - 1)) == 0);
+#pragma unroll 2
+  for (int i = 0; i < kDepth; ++i) {
+    Vec<Real, kRunP> p_run[kRows / kRunP];
+#pragma unroll
+    for (int r = 0; r < kRows; r += kRunP)
+      p_run[r / kRunP] = p.template run<kRunP>(i, o.row(r));
+#pragma unroll
+    for (int c = 0; c < kCols; c += kRun) {
+      const Vec<Real, kRun> x_run = x.template run<kRun>(i, o.col(c));
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int e = 0; e < kRun; ++e)
+          o.x[r][c + e] += p_run[r / kRunP].x[r % kRunP] * x_run.x[e];
+    }
+  }
+}
+
+// Puts P where matmul_nn and matmul_tn read it.
 template <int kRows, int kCols, int kRowsP, int kDepth>
 DEVICE void store_tile(PaddedTile<kRowsP, kDepth> p, SimtFragment<kRows, kCols, 1>& s) {
 #pragma unroll

@@ -1,0 +1,144 @@
+"""From the gradients that are wanted to launches: which kernels, which tiles, grids, bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from cufa.errors import UnsupportedError
+from cufa.gpu.config import BWD_QUERIES, BWD_ROWS, BWD_SINK, Config
+from cufa.gpu.device import Device
+from cufa.gpu.params import make_backward_params, padded_rows
+from cufa.gpu.plan import MAX_GRID, KernelKey, Plan, Step, key_for
+from cufa.gpu.registry import select_backward
+from cufa.gradients import BackwardProblem
+
+#: Of the kernels without products: rows that a block has, and its threads.
+_ROWS = Config(32, 32, 128, 1, 1)
+_QUERIES = Config(32, 32, 256, 1, 1)
+_SINK = Config(32, 32, 512, 1, 1)
+
+
+class _Sizes(NamedTuple):
+    """What the workspace holds, in elements of the accumulator's type."""
+
+    #: lse and D of every row.
+    rows: int
+    #: Sums of dQ; 0 if a kernel by queries computes it.
+    dq_sums: int
+
+
+def make_backward_plan(problem: BackwardProblem, device: Device) -> Plan:
+    """The launches for gradients on a card; none if all of them are empty.
+
+    Raises
+    ------
+    UnsupportedError
+        No kernel serves it, or a launch would have more than 2**31 - 1 blocks.
+    """
+    steps = (
+        Step(key, grid, make_backward_params(problem, tiles))
+        for key, grid, tiles in _launches(problem, device)
+        if _checked(grid, key.kernel)
+    )
+    return Plan(tuple(steps), sum(workspace_of(problem)))
+
+
+def workspace_of(problem: BackwardProblem) -> _Sizes:
+    """Two numbers for each query row, and head_dim more where dQ is gathered; rows of a head are
+    rounded up to a multiple of 128, head_dim to one of 32."""
+    forward = problem.forward
+    rows = forward.batch * forward.heads * padded_rows(forward)
+    return _Sizes(2 * rows, rows * _whole_head_dim(forward.head_dim) * _is_gathered(problem))
+
+
+def _is_gathered(problem: BackwardProblem) -> bool:
+    """Whether the blocks that own keys add up dQ: one of them alone would be as long a way."""
+    return "q" in problem.wrt and not problem.deterministic and _by_keys(problem)
+
+
+def _by_keys(problem: BackwardProblem) -> bool:
+    return "k" in problem.wrt or "v" in problem.wrt
+
+
+def _launches(problem: BackwardProblem, device: Device) -> list[tuple[KernelKey, int, int]]:
+    """Of each launch the unit, its blocks, and how many tiles it divides a head into."""
+    forward, wrt = problem.forward, problem.wrt
+    heads, gathered = forward.batch * forward.heads, _is_gathered(problem)
+
+    def unit(part: str) -> KernelKey:
+        key = key_for(select_backward(part, problem, device), forward, device)
+        return key._replace(sink=False, lse=False)
+
+    def around(kernel: str, config: Config) -> KernelKey:
+        return _plain_key(kernel, problem, device, config)
+
+    rows = padded_rows(forward) // _ROWS.block_m
+    found = [(around(BWD_ROWS, _ROWS)._replace(dq=gathered), heads * rows, rows)]
+    if _by_keys(problem):
+        key = unit("keys")._replace(dq=gathered, dk="k" in wrt, dv="v" in wrt)
+        tiles = -(-forward.seqlen_k // key.config.block_n)
+        found.append((key, forward.batch * forward.kv_heads * tiles, tiles))
+    if gathered:
+        tiles = -(-forward.seqlen_q // _QUERIES.block_m)
+        found.append((around(BWD_QUERIES, _QUERIES), heads * tiles, tiles))
+    elif "q" in wrt:
+        key = unit("queries")._replace(dq=True)
+        tiles = -(-forward.seqlen_q // key.config.block_m)
+        found.append((key, heads * tiles, tiles))
+    if "bias" in wrt:
+        key = unit("bias")._replace(result=problem.dbias_dtype)
+        found.append((key, _bias_tiles(problem, key.config), 1))
+    if "sink" in wrt:
+        key = around(BWD_SINK, _SINK)._replace(result=problem.dsink_dtype)
+        found.append((key, forward.heads, 1))
+    return found
+
+
+def _bias_tiles(problem: BackwardProblem, config: Config) -> int:
+    """Tiles of dbias; 0 if it has no element."""
+    forward = problem.forward
+    tiles = (
+        forward.batch,
+        forward.heads,
+        -(-forward.seqlen_q // config.block_m),
+        -(-forward.seqlen_k // config.block_n),
+    )
+    varying = (n for n, step in zip(tiles, problem.dbias_strides, strict=True) if step)
+    return math.prod(varying) if problem.has_dbias else 0
+
+
+def _plain_key(kernel: str, problem: BackwardProblem, device: Device, config: Config) -> KernelKey:
+    """Of a kernel that sees no scores."""
+    forward = problem.forward
+    return KernelKey(
+        kernel=kernel,
+        arch=device.arch,
+        dtype=forward.dtype,
+        head_dim=_whole_head_dim(forward.head_dim),
+        head_dim_v=_whole_head_dim(forward.head_dim_v),
+        aligned=forward.aligned,
+        left=False,
+        right=False,
+        mask=False,
+        bias=None,
+        alibi=False,
+        softcap=False,
+        sink=False,
+        lse=False,
+        fold_scale=True,
+        config=config,
+    )
+
+
+def _whole_head_dim(head_dim: int) -> int:
+    return -(-head_dim // 32) * 32
+
+
+def _checked(grid: int, kernel: str) -> bool:
+    """Whether there is anything to launch."""
+    if grid > MAX_GRID:
+        raise UnsupportedError(
+            f"{kernel} would have {grid} blocks; a launch takes at most {MAX_GRID}: split the batch"
+        )
+    return grid > 0
