@@ -13,10 +13,12 @@ from cufa.gpu.plan import MAX_GRID, KernelKey, Plan, Step, key_for
 from cufa.gpu.registry import select_backward
 from cufa.gradients import BackwardProblem
 
-#: Of the kernels without products: rows that a block has, and its threads.
-_ROWS = Config(32, 32, 128, 1, 1)
-_QUERIES = Config(32, 32, 256, 1, 1)
-_SINK = Config(32, 32, 512, 1, 1)
+#: Of the kernels that see no scores: query rows that a block has, and its threads.
+PLAIN_TILES = {
+    BWD_ROWS: Config(32, 32, 128, 1, 1),
+    BWD_QUERIES: Config(32, 32, 256, 1, 1),
+    BWD_SINK: Config(32, 32, 512, 1, 1),
+}
 
 
 class _Sizes(NamedTuple):
@@ -70,18 +72,19 @@ def _launches(problem: BackwardProblem, device: Device) -> list[tuple[KernelKey,
         key = key_for(select_backward(part, problem, device), forward, device)
         return key._replace(sink=False, lse=False)
 
-    def around(kernel: str, config: Config) -> KernelKey:
-        return _plain_key(kernel, problem, device, config)
+    def around(kernel: str, dq: bool = False, result: str | None = None) -> KernelKey:
+        dims = forward.head_dim, forward.head_dim_v
+        return plain_key(kernel, device.arch, forward.dtype, *dims, forward.aligned, dq, result)
 
-    rows = padded_rows(forward) // _ROWS.block_m
-    found = [(around(BWD_ROWS, _ROWS)._replace(dq=gathered), heads * rows, rows)]
+    rows = padded_rows(forward) // PLAIN_TILES[BWD_ROWS].block_m
+    found = [(around(BWD_ROWS, dq=gathered), heads * rows, rows)]
     if _by_keys(problem):
         key = unit("keys")._replace(dq=gathered, dk="k" in wrt, dv="v" in wrt)
         tiles = -(-forward.seqlen_k // key.config.block_n)
         found.append((key, forward.batch * forward.kv_heads * tiles, tiles))
     if gathered:
-        tiles = -(-forward.seqlen_q // _QUERIES.block_m)
-        found.append((around(BWD_QUERIES, _QUERIES), heads * tiles, tiles))
+        tiles = -(-forward.seqlen_q // PLAIN_TILES[BWD_QUERIES].block_m)
+        found.append((around(BWD_QUERIES), heads * tiles, tiles))
     elif "q" in wrt:
         key = unit("queries")._replace(dq=True)
         tiles = -(-forward.seqlen_q // key.config.block_m)
@@ -90,8 +93,7 @@ def _launches(problem: BackwardProblem, device: Device) -> list[tuple[KernelKey,
         key = unit("bias")._replace(result=problem.dbias_dtype)
         found.append((key, _bias_tiles(problem, key.config), 1))
     if "sink" in wrt:
-        key = around(BWD_SINK, _SINK)._replace(result=problem.dsink_dtype)
-        found.append((key, forward.heads, 1))
+        found.append((around(BWD_SINK, result=problem.dsink_dtype), forward.heads, 1))
     return found
 
 
@@ -108,16 +110,24 @@ def _bias_tiles(problem: BackwardProblem, config: Config) -> int:
     return math.prod(varying) if problem.has_dbias else 0
 
 
-def _plain_key(kernel: str, problem: BackwardProblem, device: Device, config: Config) -> KernelKey:
-    """Of a kernel that sees no scores."""
-    forward = problem.forward
+def plain_key(
+    kernel: str,
+    arch: int,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    aligned: bool,
+    dq: bool = False,
+    result: str | None = None,
+) -> KernelKey:
+    """Of a kernel that sees no scores; what makes no difference to it is always the same."""
     return KernelKey(
         kernel=kernel,
-        arch=device.arch,
-        dtype=forward.dtype,
-        head_dim=_whole_head_dim(forward.head_dim),
-        head_dim_v=_whole_head_dim(forward.head_dim_v),
-        aligned=forward.aligned,
+        arch=arch,
+        dtype=dtype,
+        head_dim=_whole_head_dim(head_dim) if dq or kernel == BWD_QUERIES else 32,
+        head_dim_v=_whole_head_dim(head_dim_v) if kernel == BWD_ROWS else 32,
+        aligned=aligned and kernel != BWD_SINK,
         left=False,
         right=False,
         mask=False,
@@ -127,7 +137,9 @@ def _plain_key(kernel: str, problem: BackwardProblem, device: Device, config: Co
         sink=False,
         lse=False,
         fold_scale=True,
-        config=config,
+        config=PLAIN_TILES[kernel],
+        dq=dq,
+        result=result,
     )
 
 

@@ -149,11 +149,15 @@ _SIMT_BACKWARD = (
     _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  4,  16,  64, 1, 1)),
 )
 # fmt: on
-#: Of the backward pass; kernels on CUDA cores have the same tiles in shared memory, all three.
-_BACKWARD_TABLE = tuple(
-    row._replace(kernel=kernel)
-    for kernel in ("fa2_bwd_simt", "fa2_bwd_dq_simt", "fa2_bwd_dbias_simt")
-    for row in _SIMT_BACKWARD
+#: Of the backward pass. Its kernels on CUDA cores hold the same tiles in shared memory, all three;
+#: the sums of dbias take the registers of a second block.
+_BACKWARD_TABLE = (
+    *(row._replace(kernel="fa2_bwd_simt") for row in _SIMT_BACKWARD),
+    *(row._replace(kernel="fa2_bwd_dq_simt") for row in _SIMT_BACKWARD),
+    *(
+        row._replace(kernel="fa2_bwd_dbias_simt", config=row.config._replace(blocks_per_sm=1))
+        for row in _SIMT_BACKWARD
+    ),
 )
 
 #: A length for each class of lengths that the table tells apart.

@@ -23,7 +23,9 @@ bwd_queries(const __grid_constant__ BackwardParams p) {
     if (col + kRun <= p.head_dim) {
       *reinterpret_cast<Vec<Elem, kRun>*>(to) = run;
     } else {
-      for (int e = 0; col + e < p.head_dim; ++e) to[e] = run.x[e];
+#pragma unroll
+      for (int e = 0; e < kRun; ++e)
+        if (col + e < p.head_dim) to[e] = run.x[e];
     }
   }
 }

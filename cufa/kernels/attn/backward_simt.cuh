@@ -19,24 +19,27 @@ using GradientV = SimtFragment<kRowsK, kHeadDimV / kColumnLanes, kRunV>;
 
 // One tile each of Q, dO, K, V, and one that P and dS use in turn.
 struct BackwardTiles {
-  PaddedTile<kBlockM, kHeadDim> q;
-  PaddedTile<kBlockM, kHeadDimV> dout;
-  PaddedTile<kBlockN, kHeadDim> k;
-  PaddedTile<kBlockN, kHeadDimV> v;
-  PaddedTile<kBlockM, kBlockN> scores;
+  using TileQ = PaddedTile<kBlockM, kHeadDim>;
+  using TileO = PaddedTile<kBlockM, kHeadDimV>;
+  using TileK = PaddedTile<kBlockN, kHeadDim>;
+  using TileV = PaddedTile<kBlockN, kHeadDimV>;
+  using TileP = PaddedTile<kBlockM, kBlockN>;
+  static constexpr int kAtO = TileQ::kBytes, kAtK = kAtO + TileO::kBytes;
+  static constexpr int kAtV = kAtK + TileK::kBytes, kAtP = kAtV + TileV::kBytes;
+  static_assert(kSmemBytes == kAtP + TileP::kBytes, "gpu/config.py");
 
-  static constexpr int kBytes = decltype(q)::kBytes + decltype(dout)::kBytes +
-                                decltype(k)::kBytes + decltype(v)::kBytes +
-                                decltype(scores)::kBytes;
-  static_assert(kSmemBytes == kBytes, "gpu/config.py");
+  TileQ q;
+  TileO dout;
+  TileK k;
+  TileV v;
+  TileP scores;
 
-  DEVICE explicit BackwardTiles(u8* smem) {
-    const auto place = [&](auto& tile) {
-      tile.base = reinterpret_cast<Real*>(smem);
-      smem += tile.kBytes;
-    };
-    place(q), place(dout), place(k), place(v), place(scores);
-  }
+  DEVICE explicit BackwardTiles(u8* smem)
+      : q{reinterpret_cast<Real*>(smem)},
+        dout{reinterpret_cast<Real*>(smem + kAtO)},
+        k{reinterpret_cast<Real*>(smem + kAtK)},
+        v{reinterpret_cast<Real*>(smem + kAtV)},
+        scores{reinterpret_cast<Real*>(smem + kAtP)} {}
 
   // Loads keep kFlying runs of 16 bytes a thread under way.
   static constexpr int kFlying = 4;
