@@ -146,7 +146,6 @@ _SIMT_BACKWARD = (
     _Row("",             8,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
     _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 256, 1, 1)),
     _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
-    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  4,  16,  64, 1, 1)),
 )
 # fmt: on
 #: Of the backward pass. Its kernels on CUDA cores hold the same tiles in shared memory, all three;
