@@ -137,7 +137,8 @@ _TABLE = (
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
 _SIMT_BACKWARD = (
-    _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 2)),
+    _Row("",             4,  70, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 256, 1, 2)),
+    _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 1)),
     _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
     _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 128, 1, 1)),
     _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
@@ -156,6 +157,7 @@ _BACKWARD_TABLE = (
     *(
         row._replace(kernel="fa2_bwd_dbias_simt", config=row.config._replace(blocks_per_sm=1))
         for row in _SIMT_BACKWARD
+        if row.scores == _MIXED
     ),
 )
 
