@@ -4,8 +4,9 @@ pass: every tile against the formula, each access checked, results full of NaN b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from cufa.gpu.plan import KernelKey
 from cufa.gpu.registry import BACKWARD_KERNELS
 from cufa.gradients import NAMES
 from cufa.options import FLOAT_DTYPES
-from cufa.testing import Case, assert_gradients_within_rounding, cases
+from cufa.testing import CONTIGUOUS, Case, assert_gradients_within_rounding, cases
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
@@ -71,7 +72,7 @@ def sampled_units() -> Iterator[KernelKey]:
         kernel, _, tile = place
         fitting = sorted(found, key=lambda of: of[1][1] + of[1][2])  # small ones run fastest
         dtypes = sorted({member[0] for _, member in fitting})
-        scores = kinds_of(kernel, kinds[place])
+        scores = kinds_of(kernel, list(kinds[place]))
         for j in range(UNITS[part_of(kernel)]):
             of_dtype = [m for m in fitting if m[1][0] == dtypes[(i + j) % len(dtypes)]]
             arch, member = of_dtype[j % len(of_dtype)]
@@ -83,11 +84,14 @@ def sampled_units() -> Iterator[KernelKey]:
             yield backward_key(member, chosen, i + j, kernel=kernel, arch=arch, config=tile)
 
 
-def kinds_of(kernel: str, found: Iterable[Scores]) -> list[Scores]:
+def kinds_of(kernel: str, found: list[Scores]) -> list[Scores]:
     """In turn; those with most features come as often as all the others."""
-    if part_of(kernel) == "bias":
+    others = [kind for kind in found if kind < Scores.MIXED]
+    if part_of(kernel) == "bias" or not others:
         return [Scores.MIXED]
-    return [kind for other in found if other < Scores.MIXED for kind in (other, Scores.MIXED)]
+    if Scores.MIXED not in found:
+        return others
+    return [kind for other in others for kind in (other, Scores.MIXED)]
 
 
 SAMPLE = list(sampled_units())
@@ -347,3 +351,38 @@ def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:
 def test_a_launch_of_too_many_blocks_is_refused() -> None:
     with pytest.raises(cufa.UnsupportedError, match="at most 2147483647"):
         backward_plan._checked(1 << 31, "bwd_rows")
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_get_best_config_is_what_a_call_takes(arch: int, dtype: str) -> None:
+    arrays, _ = saved(Case(seqlen_q=40, seqlen_k=40, head_dim=96, head_dim_v=96, dtype=dtype))
+    best = partial(cufa.get_best_config, 40, head_dim=96, dtype=dtype, arch=arch)
+    keys = backward_keys(Emulator(arch), *arrays, deterministic=True)
+    assert best(direction="backward") == keys[1].config
+    for key in keys[1:]:
+        assert best(direction="backward", kernel=key.kernel) == key.config
+    with pytest.raises(cufa.ArgumentError, match="kernel is 'fa2_fwd'"):
+        best(direction="backward", kernel="fa2_fwd")
+
+
+@settings(max_examples=settings.default.max_examples // 8)
+@given(
+    case=cases(
+        max_elements=SMALL,
+        scores="normal",
+        v_size=1.0,
+        q_memory=CONTIGUOUS,
+        k_memory=CONTIGUOUS,
+    ).map(Case.few_kernels),
+    size=st.floats(1, 4),
+)
+def test_huge_scores_give_no_nan(case: Case, size: float) -> None:
+    """Up to 1e30 in float32, where lse is no longer near to any score but the largest."""
+    most = 10.0 ** (size * (0.7 if case.dtype == "float16" else 3.5))
+    (dout, q, k, v, *_), dlse = saved(case)
+    q, k = ((a.astype(np.float64) * most).astype(a.dtype) for a in (q, k))
+    options = case.options(np)
+    out, lse = cufa.attention(q, k, v, return_lse=True, algorithm="standard", **options)
+    got = attention_backward(emulator(90), dout, q, k, v, out, lse, dlse=dlse, **options)
+    assert not any(np.isnan(a).any() for a in got if a is not None)
