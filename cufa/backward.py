@@ -48,7 +48,7 @@ def attention_backward(
     """Gradients of a loss by the inputs of `attention`, from those by its results.
 
     Scores are computed again from `q`, `k` and `lse`: memory beyond the results is O(seqlen). On
-    NumPy arrays, and on arrays of other libraries in host memory; not on a GPU yet.
+    NumPy and CuPy arrays, and on arrays of other libraries; on a GPU without dropout yet.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ def attention_backward(
     deterministic : bool, default False
         Whether the result must be the same, bit for bit, from run to run on one machine. On the CPU
         it is, but for the gradient of a bias that is repeated along batches, heads or queries; its
-        price is that such a call runs on one thread.
+        price is that such a call runs on one thread. On a GPU it is, but for `dq`, which blocks add
+        up in any order; its price is that scores are computed twice.
 
     Returns
     -------
@@ -91,7 +92,7 @@ def attention_backward(
     DeviceError, DTypeError, ShapeError
         As in `attention`; `dout`, `out`, `lse` or `dlse` do not belong to the problem.
     UnsupportedError
-        CuPy arrays; an algorithm without gradients; a PyTorch tensor requires grad.
+        An algorithm without gradients; no kernel serves the call; a PyTorch tensor requires grad.
 
     Notes
     -----

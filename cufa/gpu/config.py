@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cufa.errors import CufaError, UnsupportedError
 from cufa.gpu.device import OLDEST_ARCH, Device
-from cufa.gpu.registry import KERNEL_NAMES, select_for
+from cufa.gpu.registry import BACKWARD_KERNEL_NAMES, KERNEL_NAMES, select_for
 from cufa.options import ITEMSIZE, plain_choice, plain_dtype, plain_integer
 
 
@@ -137,7 +137,8 @@ _TABLE = (
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
 _SIMT_BACKWARD = (
-    _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 2)),
+    _Row("",             4,  70, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
+    _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 1)),
     _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
     _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 128, 1, 1)),
     _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
@@ -146,7 +147,6 @@ _SIMT_BACKWARD = (
     _Row("",             8,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
     _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 256, 1, 1)),
     _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
-    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  4,  16,  64, 1, 1)),
 )
 # fmt: on
 #: Of the backward pass. Its kernels on CUDA cores hold the same tiles in shared memory, all three;
@@ -157,6 +157,7 @@ _BACKWARD_TABLE = (
     *(
         row._replace(kernel="fa2_bwd_dbias_simt", config=row.config._replace(blocks_per_sm=1))
         for row in _SIMT_BACKWARD
+        if row.scores == _MIXED
     ),
 )
 
@@ -271,8 +272,9 @@ def get_best_config(
     bias: str | None = None,
     kernel: str | None = None,
     arch: int = 90,
+    direction: str = "forward",
 ) -> Config:
-    """The tile that `cufa.attention` uses.
+    """The tile that `cufa.attention` uses, or `cufa.attention_backward`.
 
     Parameters
     ----------
@@ -291,9 +293,12 @@ def get_best_config(
     bias : {"float16", "bfloat16", "float32", "float64"}, default None
         The dtype of the call's bias, if it has one.
     kernel : str, default the one that "auto" takes for aligned arrays, and masks that vary by key
-        "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
+        "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt"; backward
+        "fa2_bwd_simt", "fa2_bwd_dq_simt" or "fa2_bwd_dbias_simt".
     arch : int, default 90
         Compute capability times 10.
+    direction : {"forward", "backward"}, default "forward"
+        "backward": the tile of the kernel that computes dk and dv, or of the one that is named.
 
     Returns
     -------
@@ -319,9 +324,11 @@ def get_best_config(
     mask = plain_choice("mask", mask, (False, True))
     bias = None if bias is None else plain_dtype("bias", bias)
     scores = kind_of_scores(window=window, mask=mask, modified=not plain, bias=bias)
+    backward = plain_choice("direction", direction, ("forward", "backward")) == "backward"
     if kernel is not None:
-        kernel = plain_choice("kernel", kernel, KERNEL_NAMES)
-    spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel)
+        names = BACKWARD_KERNEL_NAMES if backward else KERNEL_NAMES
+        kernel = plain_choice("kernel", kernel, names)
+    spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel, direction)
     return find_config(spec.name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device)
 
 

@@ -122,15 +122,24 @@ BACKWARD_KERNELS = {
 
 #: The kernels' names, in the same order; a kernel may have several rows.
 KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in KERNELS))
+#: Of the backward pass, all parts; the first ones own keys.
+_BACKWARD_SPECS = tuple(spec for specs in BACKWARD_KERNELS.values() for spec in specs)
+BACKWARD_KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in _BACKWARD_SPECS))
 
 
 def target(kernel: str, arch: int) -> str:
     """What a kernel is compiled for on an architecture, such as "sm_80" or "sm_90a"."""
-    alone = any(spec.one_arch for spec in KERNELS if spec.name == kernel)
+    alone = any(spec.one_arch for spec in (*KERNELS, *_BACKWARD_SPECS) if spec.name == kernel)
     return f"sm_{arch}a" if alone else f"sm_{arch}"
 
 
-def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = None) -> KernelSpec:
+def select_for(
+    dtype: str,
+    head_dim: int,
+    device: Device,
+    kernel: str | None = None,
+    direction: str = "forward",
+) -> KernelSpec:
     """The first kernel that serves aligned arrays of a dtype and head dim, whatever else is asked.
 
     Parameters
@@ -141,6 +150,8 @@ def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = N
     device : Device
     kernel : str, default any
         The one kernel that may.
+    direction : {"forward", "backward"}, default "forward"
+        Backward: of the kernels whose blocks own keys, unless one is named.
 
     Raises
     ------
@@ -148,7 +159,7 @@ def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = N
         None does; the message gives each kernel's limit.
     """
     limits = []
-    for spec in KERNELS:
+    for spec in KERNELS if direction == "forward" else _BACKWARD_SPECS:
         if kernel not in (None, spec.name):
             continue
         limit = spec.limit(dtype, head_dim, device)

@@ -1,5 +1,5 @@
 // What the backward pass wants to know of each query row first, before any product.
-// Source: Dao, arXiv:2307.08691, Algorithm 2, lines 2 and 4.
+// Source: Dao, arXiv:2307.08691, Algorithm 2, lines 3 and 4.
 //
 //   in    o [B, H, Tq, Dv]   dout [B, H, Tq, Dv]   lse [B, H, Tq]   dlse [B, H, Tq] or none
 //   out   workspace          BackwardRows; sums of dQ are 0 if this kernel has kDq

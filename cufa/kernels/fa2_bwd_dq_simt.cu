@@ -32,5 +32,6 @@ fa2_bwd_dq_simt(const __grid_constant__ BackwardParams p) {
 
 #pragma unroll
   for (int r = 0; r < kRowsQ; ++r) scale_row(dq, r, Real(p.scale));
-  store_rows(dq, tile.dq(p), p.dq_stride.row, tile.row0, p.seqlen_q, p.head_dim);
+  store_rows(dq, tile.row0, p.seqlen_q, p.head_dim,
+             [&](int row) { return tile.dq(p) + row * p.dq_stride.row; });
 }

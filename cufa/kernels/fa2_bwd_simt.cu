@@ -71,8 +71,10 @@ fa2_bwd_simt(const __grid_constant__ BackwardParams p) {
   if constexpr (kDk) {
 #pragma unroll
     for (int r = 0; r < kRowsK; ++r) scale_row(dk, r, Real(p.scale));
-    store_rows(dk, own.dk(p), p.dk_stride.row, own.key0(), p.seqlen_k, p.head_dim);
+    store_rows(dk, own.key0(), p.seqlen_k, p.head_dim,
+               [&](int row) { return own.dk(p) + row * p.dk_stride.row; });
   }
   if constexpr (kDv)
-    store_rows(dv, own.dv(p), p.dv_stride.row, own.key0(), p.seqlen_k, p.head_dim_v);
+    store_rows(dv, own.key0(), p.seqlen_k, p.head_dim_v,
+               [&](int row) { return own.dv(p) + row * p.dv_stride.row; });
 }

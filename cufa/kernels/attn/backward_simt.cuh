@@ -61,8 +61,8 @@ struct BackwardTiles {
   template <Back kTo>
   DEVICE void gradients(Scores& s, Scores& ds, const BackwardParams& p, const Tile& tile,
                         const KeyRange& keys, int n) const {
-    matmul_nt(s, q, k);      // S = Q K^T
-    matmul_nt(ds, dout, v);  // dP = dO V^T
+    matmul_nt<2>(s, q, k);      // S = Q K^T
+    matmul_nt<2>(ds, dout, v);  // dP = dO V^T
     score_gradients<kTo>(s, ds, p, tile, n * kBlockN, [&](Scores& scores) {
       if (keys.is_partial(n)) apply_mask(scores, p, tile, n * kBlockN);
     });

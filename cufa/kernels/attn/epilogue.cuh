@@ -3,15 +3,15 @@
 #include "attn/tile.cuh"
 #include "base/math.cuh"
 
-// Rows row0 and on of a matrix [rows][cols].
-template <class Output>
-DEVICE void store_rows(Output& o, Elem* to, i64 stride, int row0, int rows, int cols) {
+// Rows row0 and on of a matrix [rows][cols]; `place(row)` is where one begins.
+template <class Output, class Place>
+DEVICE void store_rows(Output& o, int row0, int rows, int cols, Place place) {
   constexpr int kRun = Output::kRun;
 #pragma unroll
   for (int r = 0; r < Output::kRows; ++r) {
     const int row = row0 + o.row(r);
     if (row >= rows) continue;
-    Elem* out = to + row * stride;
+    Elem* out = place(row);
 #pragma unroll
     for (int c = 0; c < Output::kCols; c += kRun) {
       const int col = o.col(c);
@@ -30,7 +30,8 @@ DEVICE void store_rows(Output& o, Elem* to, i64 stride, int row0, int rows, int 
 }
 
 template <class Output> DEVICE void store_output(Output& o, const Params& p, const Tile& tile) {
-  store_rows(o, tile.o(p), p.o_stride.row, tile.row0, p.seqlen_q, p.head_dim_v);
+  store_rows(o, tile.row0, p.seqlen_q, p.head_dim_v,
+             [&](int row) { return tile.o(p) + row * p.o_stride.row; });
 }
 
 // Whether every result is finite, and 0 or no smaller than `least`.

@@ -27,11 +27,11 @@ template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
 };
 
 // s = a b^T: a [rows][kDepth], b [columns][kDepth], both in shared memory.
-template <int kRows, int kCols, int kRowsA, int kRowsB, int kDepth>
+template <int kSteps = 1, int kRows, int kCols, int kRowsA, int kRowsB, int kDepth>
 DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDepth> a,
                       PaddedTile<kRowsB, kDepth> b) {
   s.clear();
-#pragma unroll 1
+#pragma unroll kSteps
   for (int d = 0; d < kDepth; d += kRealVec) {
     RealVec a_run[kRows];
 #pragma unroll
@@ -75,7 +75,7 @@ DEVICE void matmul_tn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kDepth, kR
                       PaddedTile<kDepth, kColsX> x) {
   constexpr int kRunP = min_of(kRows, kRealVec);
   static_assert(kRows % kRunP == 0 && (kRunP & (kRunP - 1)) == 0);
-#pragma unroll 2
+#pragma unroll 4
   for (int i = 0; i < kDepth; ++i) {
     Vec<Real, kRunP> p_run[kRows / kRunP];
 #pragma unroll
