@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 SPECS = [spec for specs in BACKWARD_KERNELS.values() for spec in specs]
 ALIGNED = {spec.name for spec in SPECS if spec.aligned}
 #: Units of each tile.
-UNITS = {"keys": 3, "queries": 2, "bias": 2}
+UNITS = {"fa2_bwd": 6, "fa2_bwd_dq": 5, "fa2_bwd_simt": 3}
 SMALL = 1 << 17
 
 
@@ -73,7 +73,7 @@ def sampled_units() -> Iterator[KernelKey]:
         fitting = sorted(found, key=lambda of: of[1][1] + of[1][2])  # small ones run fastest
         dtypes = sorted({member[0] for _, member in fitting})
         scores = kinds_of(kernel, list(kinds[place]))
-        for j in range(UNITS[part_of(kernel)]):
+        for j in range(UNITS.get(kernel, 2)):
             of_dtype = [m for m in fitting if m[1][0] == dtypes[(i + j) % len(dtypes)]]
             arch, member = of_dtype[j % len(of_dtype)]
             chosen = next(features[kernel, scores[(i + j) % len(scores)]])

@@ -14,7 +14,15 @@ from allpairspy import AllPairs
 from cufa.errors import UnsupportedError
 from cufa.gpu import build
 from cufa.gpu.backward_plan import PLAIN_TILES, plain_key
-from cufa.gpu.config import BWD_ROWS, BWD_SINK, LENGTHS, Config, Scores, find_config
+from cufa.gpu.config import (
+    BWD_QUERIES_MMA,
+    BWD_ROWS,
+    BWD_SINK,
+    LENGTHS,
+    Config,
+    Scores,
+    find_config,
+)
 from cufa.gpu.device import Device
 from cufa.gpu.plan import KernelKey, _mask_tiles_key
 from cufa.gpu.registry import BACKWARD_KERNELS, KERNELS
@@ -144,7 +152,7 @@ WANTED = (
     (True, True, False),
     (True, False, True),
 )
-_ANY_SCORES = (Scores.OPEN, Scores.PLAIN, Scores.MIXED)
+_ANY_SCORES = (Scores.OPEN, Scores.PLAIN, Scores.BIASED_32, Scores.MIXED)
 
 
 @cache
@@ -198,6 +206,8 @@ def backward_units(arch: int) -> Iterator[KernelKey]:
             n = 0 if j == 0 else i + arch
             yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
     for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
+        if kernel == BWD_QUERIES_MMA and not (aligned and dtype in _DTYPES[:2] and arch >= 80):
+            continue
         dims = HEAD_DIMS[(i + arch) % 8], HEAD_DIMS[(3 * i + arch) % 8]
         dq, result = kernel == BWD_ROWS and i % 3 > 0, _DTYPES[i % 4]
         yield plain_key(kernel, arch, dtype, *dims, aligned, dq, (None, result)[kernel == BWD_SINK])

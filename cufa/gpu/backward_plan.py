@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from cufa.errors import UnsupportedError
-from cufa.gpu.config import BWD_QUERIES, BWD_ROWS, BWD_SINK, Config
+from cufa.gpu.config import BWD_QUERIES, BWD_QUERIES_MMA, BWD_ROWS, BWD_SINK, Config
 from cufa.gpu.device import Device
 from cufa.gpu.params import make_backward_params, padded_rows
 from cufa.gpu.plan import MAX_GRID, KernelKey, Plan, Step, key_for
@@ -17,6 +17,7 @@ from cufa.gradients import BackwardProblem
 PLAIN_TILES = {
     BWD_ROWS: Config(32, 32, 128, 1, 1),
     BWD_QUERIES: Config(32, 32, 256, 1, 1),
+    BWD_QUERIES_MMA: Config(64, 32, 128, 1, 1),
     BWD_SINK: Config(32, 32, 512, 1, 1),
 }
 
@@ -83,8 +84,9 @@ def _launches(problem: BackwardProblem, device: Device) -> list[tuple[KernelKey,
         tiles = -(-forward.seqlen_k // key.config.block_n)
         found.append((key, forward.batch * forward.kv_heads * tiles, tiles))
     if gathered:
-        tiles = -(-forward.seqlen_q // PLAIN_TILES[BWD_QUERIES].block_m)
-        found.append((around(BWD_QUERIES), heads * tiles, tiles))
+        sums = BWD_QUERIES_MMA if key.kernel == "fa2_bwd" else BWD_QUERIES
+        tiles = -(-forward.seqlen_q // PLAIN_TILES[sums].block_m)
+        found.append((around(sums), heads * tiles, tiles))
     elif "q" in wrt:
         key = unit("queries")._replace(dq=True)
         tiles = -(-forward.seqlen_q // key.config.block_m)
@@ -125,7 +127,9 @@ def plain_key(
         kernel=kernel,
         arch=arch,
         dtype=dtype,
-        head_dim=_whole_head_dim(head_dim) if dq or kernel == BWD_QUERIES else 32,
+        head_dim=_whole_head_dim(head_dim)
+        if dq or kernel in (BWD_QUERIES, BWD_QUERIES_MMA)
+        else 32,
         head_dim_v=_whole_head_dim(head_dim_v) if kernel == BWD_ROWS else 32,
         aligned=aligned and kernel != BWD_SINK,
         left=False,

@@ -79,12 +79,14 @@ class _Row(NamedTuple):
 
 
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
-_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
+_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90", "fa2_bwd", "fa2_bwd_dq")
 _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
 #: Around the products of the backward pass: what is known of each row, dQ from its sums, dsink.
 BWD_ROWS, BWD_QUERIES, BWD_SINK = "bwd_rows", "bwd_queries", "bwd_sink"
+#: dQ from sums that lie as tensor cores leave them.
+BWD_QUERIES_MMA = "bwd_queries_mma"
 ANY = 1 << 62
 _OPEN, _PLAIN, _MASKED, _MODIFIED, _BIASED, _BIASED_32, _MIXED = Scores
 
@@ -136,6 +138,19 @@ _TABLE = (
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  32, 128, 1, 1)),
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
+_MMA_BACKWARD = (
+    _Row("fa2_bwd",      2,  90, _OPEN,     None,  64, False, ANY, Config( 64, 128, 128, 2, 2)),
+    _Row("fa2_bwd",      2,  90, _OPEN,     None, 128, False, ANY, Config( 64, 128, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  90, _OPEN,     None, 256, False, ANY, Config( 64,  64, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config( 64, 128, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _BIASED_32, None, 128, False, ANY, Config( 32, 64, 128, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 64,  32, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  16,  64, 2, 1)),
+)
 _SIMT_BACKWARD = (
     _Row("",             4,  70, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
     _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 1)),
@@ -152,6 +167,7 @@ _SIMT_BACKWARD = (
 #: Of the backward pass. Its kernels on CUDA cores hold the same tiles in shared memory, all three;
 #: the sums of dbias take the registers of a second block.
 _BACKWARD_TABLE = (
+    *_MMA_BACKWARD,
     *(row._replace(kernel="fa2_bwd_simt") for row in _SIMT_BACKWARD),
     *(row._replace(kernel="fa2_bwd_dq_simt") for row in _SIMT_BACKWARD),
     *(
@@ -214,13 +230,20 @@ def element_bytes(kernel: str, dtype: str) -> int:
 
 def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of one block; the kernel asserts the same figure."""
-    if kernel in (MASK_TILES, BWD_ROWS, BWD_QUERIES):
+    if kernel in (MASK_TILES, BWD_ROWS, BWD_QUERIES, BWD_QUERIES_MMA):
         return 0
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
     if kernel == BWD_SINK:
         return size * config.threads // 32
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
+    if kernel == "fa2_bwd":
+        loaded = (
+            config.stages * m * (size * (head_dim + head_dim_v) + 2 * 4)
+        )  # lse and D are float32
+        return size * n * (head_dim + head_dim_v) + 3 * size * m * n + loaded
+    if kernel == "fa2_bwd_dq":
+        return size * (m + 2 * n) * (head_dim + head_dim_v)
     if kernel == "fa3_fwd_sm90":
         d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 768
         q, keys = size * m * d, size * config.stages * n * (d + dv)

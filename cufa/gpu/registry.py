@@ -109,9 +109,11 @@ KERNELS = (
 #: to dQ), of queries (dQ alone) or of the bias (dbias).
 BACKWARD_KERNELS = {
     "keys": (
+        KernelSpec("fa2_bwd",            "fa2", _16_BITS,     256, 80, True),
         KernelSpec("fa2_bwd_simt",       "fa2", FLOAT_DTYPES, 256, 70, False),
     ),
     "queries": (
+        KernelSpec("fa2_bwd_dq",         "fa2", _16_BITS,     256, 80, True),
         KernelSpec("fa2_bwd_dq_simt",    "fa2", FLOAT_DTYPES, 256, 70, False),
     ),
     "bias": (
@@ -188,7 +190,10 @@ def select_backward(part: str, problem: BackwardProblem, device: Device) -> Kern
     UnsupportedError
         None does; the message gives each kernel's reason.
     """
-    return _first(BACKWARD_KERNELS[part], "backward", problem.forward, device)
+    specs = BACKWARD_KERNELS[part]
+    if abs(problem.dout.strides[2]) >= _MAX_ROW_STRIDE:
+        specs = tuple(spec for spec in specs if not spec.aligned)
+    return _first(specs, "backward", problem.forward, device)
 
 
 def _first(

@@ -30,25 +30,24 @@ using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
 constexpr int kQueries = min_of(kBlockM, 128 / kKeyTiles);
 using Scores = KeyScores<kQueries / 8>;
 using Sums = KeySums<kKeyTiles, max_of(kHeadDim, kHeadDimV) / 8>;
-constexpr int kStepBytes = TileQ::kBytes + TileO::kBytes + TileS::kBytes;
 
-static_assert(kSmemBytes == TileK::kBytes + TileV::kBytes + Handover::kBytes +
-                                2 * (kStepBytes + RowNumbers::kBytes),
-              "gpu/config.py");
-static_assert(kAligned && kStages == 2);
-
-// What a query tile has in shared memory; two take turns.
+// What a query tile has in shared memory: dS in one of two places, the others in one of kStages.
 struct Step {
+  static constexpr int kLoadedBytes = TileQ::kBytes + TileO::kBytes;
+  static constexpr int kBytes = 2 * TileS::kBytes + kStages * (kLoadedBytes + RowNumbers::kBytes);
+
+  TileS ds;
   TileQ q;
   TileO dout;
-  TileS ds;
   RowNumbers numbers;
 
-  DEVICE Step(u32 tiles, u32 all_numbers, int i)
-      : q{tiles + i % 2 * kStepBytes},
+  // Step i; all have kBytes from `smem` on.
+  DEVICE Step(u32 smem, int i)
+      : ds{smem + i % 2 * TileS::kBytes},
+        q{smem + 2 * TileS::kBytes + i % kStages * kLoadedBytes},
         dout{q.base + TileQ::kBytes},
-        ds{dout.base + TileO::kBytes},
-        numbers(all_numbers + i % 2 * RowNumbers::kBytes) {}
+        numbers(smem + 2 * TileS::kBytes + kStages * kLoadedBytes +
+                i % kStages * RowNumbers::kBytes) {}
 
   DEVICE void load_async(const BackwardParams& p, const Tile& rows) const {
     copy_rows_async(q, rows.q(p), p.q_stride.row, rows.row0, p.seqlen_q, p.head_dim);
@@ -58,15 +57,18 @@ struct Step {
   }
 };
 
+static_assert(kSmemBytes == TileK::kBytes + TileV::kBytes + Handover::kBytes + Step::kBytes,
+              "gpu/config.py");
+static_assert(kAligned && (kStages == 1 || kStages == 2));
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 fa2_bwd(const __grid_constant__ BackwardParams p) {
   const KeyTile keys(p, ptx::ctaid_x());          // which keys, which head, which sequence
   const int key0 = keys.key0();
   const TileK k_smem{ptx::smem_address(ptx::dynamic_smem())};
   const TileV v_smem{k_smem.base + TileK::kBytes};
-  const u32 handed = v_smem.base + TileV::kBytes, tiles = handed + Handover::kBytes;
+  const u32 handed = v_smem.base + TileV::kBytes, steps = handed + Handover::kBytes;
   const Handover handover{&shared<Vec<u32, 4>>(handed)};
-  const auto step = [&](int i) { return Step(tiles, tiles + 2 * kStepBytes, i); };
   const auto add_dq = [&](const Step& of, const Tile& rows) {
     if constexpr (!kDq) return;
     f32* const sums = BackwardRows(p, rows).dq_sums + i64(rows.row0) * kHeadDim;
@@ -89,11 +91,15 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
     copy_rows_async(k_smem, keys.k(p), p.k_stride.row, key0, p.seqlen_k, p.head_dim);
     copy_rows_async(v_smem, keys.v(p), p.v_stride.row, key0, p.seqlen_k,
                     p.head_dim_v);
-    step(0).load_async(p, walk.rows());           // in one group with K and V
+    Step(steps, 0).load_async(p, walk.rows());           // in one group with K and V
   }
   for (; !walk.is_over(); ++i) {
-    const Step now = step(i), other = step(i + 1);
+    const Step now(steps, i), other(steps, i + 1);
     const Tile rows = walk.rows();
+    if (kStages == 1 && i > 0) {
+      ptx::bar_sync();                            // Q and dO of the step before were used
+      now.load_async(p, rows);
+    }
     ptx::cp_async_wait_group<0>();
     // Q and dO are here, those of the step before were used; its dS is here.
     if (ptx::bar_red_or(now.numbers.finds_empty_row())) {
@@ -101,9 +107,9 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
       ptx::bar_sync();
     }
     walk.advance();
-    if (!walk.is_over()) other.load_async(p, walk.rows());  // runs under all that follows
+    if (kStages == 2 && !walk.is_over()) other.load_async(p, walk.rows());  // under what follows
 
-#pragma unroll
+#pragma unroll 1
     for (int q = 0; q < kBlockM; q += kQueries) {
       Scores s;
       s.clear();
@@ -119,21 +125,21 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
         if constexpr (kSoftcap) multiply(s, slope);
         handover.give(kSoftcap ? narrow(s) : weights, q / 16);
         Handover::arrive(q / kQueries);
-        add_nn<true>(sums.x, weights, now.dout, q);               // dV += P^T dO
+        if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, q);               // dV += P^T dO
         if (q + kQueries == kBlockM && i > 0) add_dq(other, before);
       } else {
         if (q == 0 && i > 0) add_dq(other, before);
         add_nt<true>(s.x, v_smem, first_key(), now.dout, q);       // dP^T = V dO^T
         Handover::wait(q / kQueries);                        // P is here
         const auto changes = score_changes(s, handover, now.numbers.delta + q, q / 16);
-        store_operand(now.ds, changes, q / 16);
-        add_nn<true>(sums.x, changes, now.q, q);                  // dK += dS^T Q
+        if constexpr (kDq) store_operand(now.ds, changes, q / 16);
+        if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);                  // dK += dS^T Q
       }
     }
     before = rows;
   }
   ptx::bar_sync();                                // dS of the last step is here
-  if (i > 0) add_dq(step(i - 1), before);
+  if (i > 0) add_dq(Step(steps, i - 1), before);
 
   if (weighs) {
     if constexpr (kDv)

@@ -14,7 +14,7 @@ import cufa
 from cufa.arrays import Arrays, address_of, are_aligned, sign
 from cufa.gpu import launch
 from cufa.gpu.backward_plan import make_backward_plan
-from cufa.gpu.config import BWD_QUERIES, BWD_ROWS, BWD_SINK
+from cufa.gpu.config import BWD_QUERIES, BWD_QUERIES_MMA, BWD_ROWS, BWD_SINK
 from cufa.gpu.device import Device
 from cufa.gpu.params import BACKWARD_PARAMS, PARAMS, Buffers, GradientBuffers
 from cufa.gpu.plan import KernelKey, Step, make_key
@@ -41,13 +41,14 @@ _ACCESS = {
 _ACCESS_OF_OTHERS = {**_OUTPUTS, "workspace": Access.THREAD_OWN}
 #: Of the backward pass.
 _RESULTS = ("dq", "dk", "dv", "dbias", "dsink")
+_QUERIES = (BWD_QUERIES, BWD_QUERIES_MMA)
 
 
 def _stored(key: KernelKey) -> list[str]:
     """What a kernel of the backward pass stores."""
     if key.kernel == BWD_ROWS:
         return []
-    if key.kernel == BWD_QUERIES or key.kernel.startswith("fa2_bwd_dq"):
+    if key.kernel in _QUERIES or key.kernel.startswith("fa2_bwd_dq"):
         return ["dq"]
     if key.result:
         return ["dsink" if key.kernel == BWD_SINK else "dbias"]
@@ -58,7 +59,7 @@ def _access_of_workspace(key: KernelKey) -> tuple[Access | None, Access | None]:
     """What it does to lse and D there, and to the sums of dQ."""
     if key.kernel == BWD_ROWS:
         return Access.WRITE_ONCE, Access.WRITE_ONCE if key.dq else None
-    if key.kernel == BWD_QUERIES:
+    if key.kernel in _QUERIES:
         return None, Access.READ
     adds = key.dq and _stored(key) != ["dq"]
     return Access.READ, Access.ADD if adds else None
