@@ -186,7 +186,8 @@ def run_backward(
         arrays = Arrays(**{name: given[name] for name in Arrays._fields if name != "out"})
     results = Gradients(**{n: machine.empty(a.shape, a.dtype) for n, a in wanted.items()})
     if ready.launches:
-        workspace = machine.workspace(ready.workspace, ready.accumulator)
+        size = ready.workspace
+        workspace = machine.workspace(size, ready.accumulator) if size else None
         buffers = Buffers(
             *arrays[:3], saved.out, saved.lse, *arrays[3:7], workspace=workspace, tickets=None
         )

@@ -136,7 +136,8 @@ class Emulator:
         arrays |= {n: (results[n], Access.WRITE_ONCE) for n in _stored(step.key)}
         p = params[0]
         rows = int(2 * p["batch"] * p["forward"]["heads"]["value"] * p["padded_rows"])
-        parts = buffers.workspace[:rows], buffers.workspace[rows:]
+        whole = np.empty(0) if buffers.workspace is None else buffers.workspace
+        parts = whole[:rows], whole[rows:]
         for name, part, access in zip(
             ("lse and D", "sums of dQ"), parts, _access_of_workspace(step.key), strict=True
         ):

@@ -1,5 +1,5 @@
-// red.global.add (PTX ISA: red): adds to memory, and asks for nothing back. float32 denormals, given
-// or resulting, count as 0.
+// red.global.add (PTX ISA: red): adds to memory, and asks for nothing back. Denormals of float32,
+// given or resulting, count as 0.
 #pragma once
 #include "base/types.cuh"
 

@@ -18,8 +18,8 @@ template <int kRows, int kCols> struct PaddedTile {
   }
 };
 
-// Rows first .. first + kRows - 1 of a matrix [rows][cols] in global memory; zeros past its ends, and
-// in rows that `keep(row)` does not want. A thread has kFlying loads under way at once.
+// Rows first .. first + kRows - 1 of a matrix [rows][cols] in global memory; zeros past its ends,
+// and in rows that `keep(row)` does not want. A thread has kFlying loads under way at once.
 template <int kFlying, int kRows, int kCols, class Keep>
 DEVICE void copy_rows(PaddedTile<kRows, kCols> dst, const Elem* src, i64 stride, int first,
                       int rows, int cols, Keep keep) {

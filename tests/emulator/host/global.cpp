@@ -131,7 +131,8 @@ float without_denormal(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? x 
 template <class T>
 void check_red(const T* to, int bytes) {
   if (reinterpret_cast<uintptr_t>(to) % bytes)
-    fail(Kind::protocol, "red.add at %p: not a multiple of %d", static_cast<const void*>(to), bytes);
+    fail(Kind::protocol, "red.add at %p: not a multiple of %d", static_cast<const void*>(to),
+         bytes);
   add_global(to, bytes);
   count("red.add");
 }
