@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 from cufa import cpu_backward
-from cufa.arrays import CPU, Arrays, ForeignArray, is_cupy, sign
+from cufa.arrays import CPU, Arrays, ForeignArray, sign
 from cufa.attention import attention
-from cufa.errors import UnsupportedError
 from cufa.gradients import (
     BackwardSignature,
     Gradients,
     Saved,
-    make_backward,
+    check_algorithm,
     plain_wrt,
     sign_backward,
 )
@@ -49,7 +48,7 @@ def attention_backward(
     """Gradients of a loss by the inputs of `attention`, from those by its results.
 
     Scores are computed again from `q`, `k` and `lse`: memory beyond the results is O(seqlen). On
-    NumPy arrays, and on arrays of other libraries in host memory; not on a GPU yet.
+    NumPy and CuPy arrays, and on arrays of other libraries.
 
     Parameters
     ----------
@@ -72,7 +71,8 @@ def attention_backward(
     deterministic : bool, default False
         Whether the result must be the same, bit for bit, from run to run on one machine. On the CPU
         it is, but for the gradient of a bias that is repeated along batches, heads or queries; its
-        price is that such a call runs on one thread.
+        price is that such a call runs on one thread. On a GPU it is, but for `dq`, which blocks add
+        up in any order; its price is that scores are computed twice.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def attention_backward(
     DeviceError, DTypeError, ShapeError
         As in `attention`; `dout`, `out`, `lse` or `dlse` do not belong to the problem.
     UnsupportedError
-        CuPy arrays; an algorithm without gradients; a PyTorch tensor requires grad.
+        An algorithm without gradients; no kernel serves the call; a PyTorch tensor requires grad.
 
     Notes
     -----
@@ -141,8 +141,9 @@ def attention_backward(
         return Gradients(**{f"d{name}": a for name, a in zip(names, found, strict=True)})
     if call.forward.q.device == CPU:
         return cpu_backward.run(call, arrays, saved, dropout_seed)
-    make_backward(call)
-    raise _no_gpu()
+    from cufa.gpu import cards
+
+    return cards.run_backward(call, arrays, saved, dropout_seed)
 
 
 def attention_vjp(
@@ -186,9 +187,7 @@ def attention_vjp(
     names = plain_wrt(wrt, given)
     plain_choice("deterministic", deterministic, (False, True))
     algorithm = plain_choice("algorithm", options.get("algorithm", "auto"), ALGORITHMS)
-    cpu_backward.check_algorithm(algorithm)
-    if any(map(is_cupy, (q, k, v))):
-        raise _no_gpu()
+    check_algorithm(algorithm)
     asked = plain_choice("return_lse", options.pop("return_lse", False), (False, True))
     out, lse = attention(q, k, v, return_lse=True, **options)
     options.pop("out", None)
@@ -205,10 +204,3 @@ def _wanted(*, wrt: tuple[str, ...], **arguments: Any) -> tuple[Any, ...]:
     """The gradients in `wrt` alone."""
     gradients = attention_backward(wrt=wrt, **arguments)
     return tuple(getattr(gradients, f"d{name}") for name in wrt)
-
-
-def _no_gpu() -> UnsupportedError:
-    return UnsupportedError(
-        "gradients of CuPy arrays are not there yet: attention_backward and attention_vjp take "
-        "NumPy arrays (cupy.asnumpy makes them)"
-    )

@@ -45,19 +45,8 @@ from cufa.blocks import (
     views_of,
     visible_keys,
 )
-from cufa.errors import UnsupportedError
-from cufa.gradients import BackwardSignature, Gradients, Saved, make_backward
+from cufa.gradients import BackwardSignature, Gradients, Saved, check_algorithm, make_backward
 from cufa.problem import Problem
-
-ALGORITHMS = ("auto", "fa2")
-
-
-def check_algorithm(algorithm: str) -> None:
-    """Raise if there is no backward pass of that name."""
-    if algorithm not in ALGORITHMS:
-        raise UnsupportedError(
-            f"algorithm is {algorithm!r}, which has no gradients; pass 'auto' or 'fa2'"
-        )
 
 
 def run(call: BackwardSignature, arrays: Arrays, saved: Saved, seed: Any = None) -> Gradients:

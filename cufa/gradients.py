@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from cufa.arrays import Arrays, describe
-from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from cufa.arrays import CPU, Arrays, address_of, describe
+from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from cufa.options import dtype_name
-from cufa.problem import ArrayFacts, Problem, Signature, check_float, make_problem, place_of
+from cufa.problem import (
+    ArrayFacts,
+    Operand,
+    Problem,
+    Shape,
+    Signature,
+    check_float,
+    contiguous_operand,
+    make_problem,
+    operand_of,
+    place_of,
+    rows_aligned,
+)
 
 #: What a gradient can be taken of, in the order of `Gradients`.
 NAMES = ("q", "k", "v", "bias", "sink")
+#: Those that have a backward pass.
+ALGORITHMS = ("auto", "fa2")
 
 
 class Gradients(NamedTuple):
@@ -46,6 +61,36 @@ class BackwardSignature(NamedTuple):
     lse: ArrayFacts
     dlse: ArrayFacts | None
     #: Those of `NAMES` whose gradient is wanted.
+    wrt: tuple[str, ...]
+    deterministic: bool
+    #: dout and out start at multiples of 16 bytes; True on the CPU.
+    aligned: bool
+    #: Of the sink as the caller gave it, which kernels take in another.
+    sink_dtype: str | None
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """The gradients of attention as kernels see them, on the axes of `Problem`.
+
+    `forward` is the call that they belong to; its `out` is the saved one, and its rows are
+    `aligned` only if those of `dout` and of the results are too.
+    """
+
+    forward: Problem
+    dout: Operand
+    lse: Operand
+    dlse: Operand | None
+    #: Contiguous in the caller's layout.
+    dq: Operand
+    dk: Operand
+    dv: Operand
+    #: Of the gradient of the bias, contiguous; 0 along axes that the bias is repeated along. Then:
+    #: whether it has any element.
+    dbias_strides: Shape
+    has_dbias: bool
+    dbias_dtype: str | None
+    dsink_dtype: str | None
     wrt: tuple[str, ...]
     deterministic: bool
 
@@ -85,7 +130,17 @@ def sign_backward(
         None if saved.dlse is None else describe("dlse", saved.dlse),
         wrt,
         deterministic,
+        forward.q.device == CPU or (address_of(saved.dout) | address_of(saved.out)) % 16 == 0,
+        None if forward.sink is None else dtype_name(forward.sink.dtype),
     )
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Raise if there is no backward pass of that name."""
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"algorithm is {algorithm!r}, which has no gradients; pass 'auto' or 'fa2'"
+        )
 
 
 @lru_cache(maxsize=4096)
@@ -122,3 +177,47 @@ def make_backward(call: BackwardSignature) -> Problem:
                 + (", as attention returns it" if name in ("out", "lse") else "")
             )
     return problem
+
+
+@lru_cache(maxsize=4096)
+def make_backward_problem(call: BackwardSignature) -> BackwardProblem:
+    """Check a call, as `make_backward` does, and give its meaning for kernels.
+
+    Raises
+    ------
+    ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+    """
+    forward, given = make_backward(call), call.forward
+    check_algorithm(forward.algorithm)
+    layout, dtype = given.layout, forward.dtype
+    dout, out = (operand_of(n, getattr(call, n), layout) for n in ("dout", "out"))
+    dq, dk, dv = (contiguous_operand(a.shape, layout, dtype) for a in (given.q, given.k, given.v))
+    aligned = forward.aligned and call.aligned
+    return BackwardProblem(
+        forward=replace(
+            forward,
+            out=out,
+            aligned=aligned and all(map(rows_aligned, (dout, out, dq, dk, dv))),
+        ),
+        dout=dout,
+        lse=operand_of("lse", call.lse, "bhsd"),
+        dlse=None if call.dlse is None else operand_of("dlse", call.dlse, "bhsd"),
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dbias_strides=(0,) * 4 if given.bias is None else _packed_strides(given.bias.shape),
+        has_dbias=given.bias is not None and 0 not in given.bias.shape,
+        dbias_dtype=None if given.bias is None else dtype_name(given.bias.dtype),
+        dsink_dtype=call.sink_dtype,
+        wrt=call.wrt,
+        deterministic=call.deterministic,
+    )
+
+
+def _packed_strides(shape: Shape) -> Shape:
+    """Strides in elements of a contiguous array of four axes; 0 along those of one element."""
+    strides, step = [], 1
+    for n in reversed((1,) * (4 - len(shape)) + shape):
+        strides.append(step if n > 1 else 0)
+        step *= n
+    return tuple(reversed(strides))

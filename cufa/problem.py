@@ -145,8 +145,12 @@ def make_problem(call: Signature) -> Problem:
     out_shape = (*q.shape[:-1], head_dim_v)
     if call.out:
         _check_out(call.out, out_shape, q)
-    out = _operand("out", call.out, layout) if call.out else _contiguous(out_shape, layout, dtype)
-    operands = [_operand(name, facts, layout) for name, facts in (("q", q), ("k", k), ("v", v))]
+    out = (
+        operand_of("out", call.out, layout)
+        if call.out
+        else contiguous_operand(out_shape, layout, dtype)
+    )
+    operands = [operand_of(name, facts, layout) for name, facts in (("q", q), ("k", k), ("v", v))]
     alibi, sink = call.alibi_slopes, call.sink
     return Problem(
         batch=batch,
@@ -173,7 +177,7 @@ def make_problem(call: Signature) -> Problem:
         algorithm=call.algorithm,
         out_shape=out_shape,
         lse_shape=(batch, heads, seqlen_q)[4 - len(q.shape) :],
-        aligned=call.aligned and all(_rows_aligned(a) for a in (*operands, out)),
+        aligned=call.aligned and all(rows_aligned(a) for a in (*operands, out)),
     )
 
 
@@ -357,7 +361,8 @@ def _four_axes(shape: Shape, layout: str, missing: int = 1) -> Shape:
     return (missing,) * (4 - len(shape)) + shape
 
 
-def _operand(name: str, facts: ArrayFacts, layout: str) -> Operand:
+def operand_of(name: str, facts: ArrayFacts, layout: str) -> Operand:
+    """An array of a call as the kernels see it; ShapeError if its strides are no whole elements."""
     shape, strides = _four_axes(facts.shape, layout), _four_axes(facts.strides, layout, missing=0)
     return Operand(shape, _in_elements(name, facts, shape, strides), dtype_name(facts.dtype))
 
@@ -376,7 +381,8 @@ def _in_elements(name: str, facts: ArrayFacts, shape: Shape, strides: Shape) -> 
     return tuple(step // facts.dtype.itemsize for step in steps)
 
 
-def _contiguous(shape: Shape, layout: str, dtype: str) -> Operand:
+def contiguous_operand(shape: Shape, layout: str, dtype: str) -> Operand:
+    """An array that is yet to be made, contiguous, as the kernels will see it."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -388,7 +394,8 @@ def _contiguous(shape: Shape, layout: str, dtype: str) -> Operand:
     )
 
 
-def _rows_aligned(a: Operand) -> bool:
+def rows_aligned(a: Operand) -> bool:
+    """Whether all rows start at multiples of 16 bytes if the first one does."""
     return all(stride * ITEMSIZE[a.dtype] % 16 == 0 for stride in a.strides[:3])
 
 

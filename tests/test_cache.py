@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cufa
@@ -209,3 +210,21 @@ def test_warmup_with_a_window_serves_windows_open_on_either_side(folder):
     for window in ((50, None), (None, 50), (0, 50)):
         call = _call(32, "float32", False, False, 70, window, _Features())
         assert cache.find(build._cache_key(make_key(make_problem(call), Device.of_arch(90))))
+
+
+def test_warmup_with_gradients_compiles_what_a_backward_pass_launches(monkeypatch):
+    from emulator.machine import Emulator, backward_keys
+
+    from cufa.gpu import warmup
+
+    compiled = []
+    monkeypatch.setattr(warmup.build, "ensure_cached", compiled.append)
+    q = np.ones((2, 70, 64), np.float32)
+    bias, sink = np.ones((70, 70), np.float16), np.ones(2, np.float32)
+    options = {"head_dim": 64, "dtype": "float32", "causal": True, "bias": "float16", "sink": True}
+    cufa.warmup(**options, gradients=True, arch=90)
+    out, lse = cufa.attention(q, q, q, causal=True, bias=bias, sink=sink, return_lse=True)
+    keys = backward_keys(Emulator(90), out, q, q, q, out, lse, causal=True, bias=bias, sink=sink)
+    assert len(keys) == 5
+    assert {*keys} <= {*compiled}
+    assert all(key.lse for key in compiled if "fwd" in key.kernel)

@@ -86,6 +86,51 @@ def test_atom_inc_hands_out_every_number_in_turn(
     machine.check(launch, expected, seed, agree)
 
 
+@on_every_machine
+@a_quarter
+@given(seeds, st.integers(1, 9))
+def test_red_add_sums_in_any_order(machine: Runner, seed: int, blocks: int) -> None:
+    """Whole numbers, whose sums have no rounding."""
+    random = np.random.default_rng(seed)
+    x, first = random.integers(-1000, 1000, (blocks, 128)), random.integers(-1000, 1000, 32)
+    sums = first + x.reshape(-1, 32).sum(0)
+    floats = {"32": np.float32, "64": np.float64}
+    arrays = inputs(**{f"x{size}": x.astype(dtype) for size, dtype in floats.items()})
+    arrays |= {f"sums{n}": (first.astype(dtype), Access.ADD) for n, dtype in floats.items()}
+    expected = {f"sums{size}": sums.astype(dtype) for size, dtype in floats.items()}
+    machine.check(Launch("ptx_red", arrays, grid=(blocks,)), expected, seed)
+
+
+@on_every_machine
+@a_quarter
+@given(seeds, st.integers(1, 9))
+def test_red_add_of_vectors_adds_each_number_to_its_own(
+    machine: Runner, seed: int, blocks: int
+) -> None:
+    """red_add_v2, red_add_v4."""
+    random = np.random.default_rng(seed)
+    x = random.integers(-1000, 1000, (blocks, 128, 4)).astype(np.float32)
+    first = random.integers(-1000, 1000, (32, 4)).astype(np.float32)
+    sums = first + x.reshape(-1, 32, 4).sum(0)
+    expected = {f"sums_v{n}": np.ascontiguousarray(sums[:, :n]) for n in (2, 4)}
+    begin = {f"sums_v{n}": np.ascontiguousarray(first[:, :n]) for n in (2, 4)}
+    arrays = inputs(x=x) | {name: (a, Access.ADD) for name, a in begin.items()}
+    machine.check(Launch("ptx_red_vector", arrays, grid=(blocks,)), expected, seed)
+
+
+@on_every_machine
+@given(seeds)
+@settings(max_examples=2)
+def test_red_add_takes_float32_denormals_for_zero(machine: Runner, seed: int) -> None:
+    """And keeps those of float64."""
+    x32, x64 = np.zeros((1, 128), np.float32), np.zeros((1, 128))
+    x32[0, :32], x64[0, :32] = 1e-40, 1e-310
+    sums = {"sums32": np.zeros(32, np.float32), "sums64": np.zeros(32)}
+    arrays = inputs(x32=x32, x64=x64) | {name: (a, Access.ADD) for name, a in sums.items()}
+    expected = {"sums32": sums["sums32"], "sums64": np.full(32, 1e-310)}
+    machine.check(Launch("ptx_red", arrays), expected, seed)
+
+
 def of_matrices(x: NDArray[np.uint16], trans: bool) -> NDArray[np.uint32]:
     """What each lane holds of 8 x 8 matrices [..., 4, 8, 8]: pairs [..., 32, 4]. Lane i has row
     i / 4, columns i % 4 * 2 and the next; or, transposed, the same of the columns."""

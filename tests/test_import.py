@@ -20,6 +20,7 @@ LAYERS = (
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
+    ("gradients",),
     (
         "gpu.registry",
         "gpu.params",
@@ -27,7 +28,6 @@ LAYERS = (
         "standard",
         "rows",
         "blocks",
-        "gradients",
         "case",
         "linear",
         "rotary",
@@ -35,6 +35,7 @@ LAYERS = (
     ),
     ("gpu.config", "testing"),
     ("gpu.plan",),
+    ("gpu.backward_plan",),
     ("gpu.build", "gpu.launch"),
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),

@@ -9,20 +9,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import case
+from problems import case, moved
 
 import cufa
 from cufa.gradient_bounds import exact_gradients
-from cufa.testing import FLOATS, Memory, assert_gradients_within_rounding, numpy_dtype
+from cufa.testing import FLOATS, Memory, assert_gradients_within_rounding, numpy_dtype, to_numpy
 
 #: Of norm(got - exact) / norm(exact), beside the bounds of each element.
 MOST = {"float64": 1e-10, "float32": 5e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
-def check(problem, through_lse=False, **options):
+def check(xp, problem, through_lse=False, **options):
     """Gradients of a case, with some options replaced or added, are those of the formula."""
     dout, dlse = problem.back(np)
     return check_arrays(
+        xp,
         dout,
         *problem.arrays(np),
         dlse=dlse if through_lse else None,
@@ -30,10 +31,13 @@ def check(problem, through_lse=False, **options):
     )
 
 
-def check_arrays(dout, q, k, v, dlse=None, **options):
-    """The same for arrays of one's own."""
-    _, vjp = cufa.attention_vjp(q, k, v, **options)
-    got, expected = vjp(dout, dlse), exact_gradients(dout, q, k, v, dlse=dlse, **options)
+def check_arrays(xp, dout, q, k, v, dlse=None, **options):
+    """The same for arrays of one's own; NumPy views keep their strides on the way to `xp`."""
+    on_device = {n: moved(xp, a) for n, a in options.items()}
+    _, vjp = cufa.attention_vjp(*(moved(xp, a) for a in (q, k, v)), **on_device)
+    got = vjp(moved(xp, dout), None if dlse is None else moved(xp, dlse))
+    got = cufa.Gradients(*(None if a is None else to_numpy(a) for a in got))
+    expected = exact_gradients(dout, q, k, v, dlse=dlse, **options)
     assert_gradients_within_rounding(got, expected)
     for a, want in zip(got[:3], expected.gradients[:3], strict=True):
         off = np.linalg.norm((a.astype(np.float64) - want).ravel())
@@ -44,52 +48,53 @@ def check_arrays(dout, q, k, v, dlse=None, **options):
 @pytest.mark.parametrize(
     ("window", "seqlen_q", "seqlen_k"), [((17, 0), 203, 203), ((3, 2), 90, 40), ((9, 0), 20, 300)]
 )
-def test_wi5_windows_are_the_same_both_ways(window, seqlen_q, seqlen_k):
+def test_wi5_windows_are_the_same_both_ways(xp, window, seqlen_q, seqlen_k):
     problem = case(seqlen_q, seqlen_k, heads=6, kv_heads=2, window=window, causal=window[1] == 0)
-    got = check(problem)
+    got = check(xp, problem)
     unseen = max(0, seqlen_k - seqlen_q - window[0])
     assert not got.dk[:, :unseen].any()
     assert not got.dv[:, :unseen].any()
 
 
-def test_so1_a_softcap_is_differentiated():
+def test_so1_a_softcap_is_differentiated(xp):
     problem = case(100, dtype="float32", softcap=10.0, causal=True)
     dout, (q, k, v) = problem.back(np)[0], problem.arrays(np)
-    check_arrays(dout, 4 * q, 4 * k, v, softcap=10.0, causal=True, layout="bshd")
+    check_arrays(xp, dout, 4 * q, 4 * k, v, softcap=10.0, causal=True, layout="bshd")
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_so1_a_saturated_softcap_gives_no_nan(dtype):
+def test_so1_a_saturated_softcap_gives_no_nan(xp, dtype):
     problem = case(60, dtype=dtype)
     dout, (q, k, v) = problem.back(np)[0], problem.arrays(np)
-    _, vjp = cufa.attention_vjp(30 * q, 30 * k, v, softcap=30.0, layout="bshd")
-    got = vjp(dout)
+    arrays = (xp.asarray(a) for a in (30 * q, 30 * k, v))
+    _, vjp = cufa.attention_vjp(*arrays, softcap=30.0, layout="bshd")
+    got = vjp(xp.asarray(dout))
     expected = exact_gradients(dout, 30 * q, 30 * k, v, softcap=30.0, layout="bshd")
     assert_gradients_within_rounding(got, expected)
 
 
-def test_ma2_rows_and_keys_that_a_bias_hides_have_no_gradient():
+def test_ma2_rows_and_keys_that_a_bias_hides_have_no_gradient(xp):
     problem = case(40, 50, dtype="bfloat16", bias=(True, False, True, True), hidden=0.0)
     bias = problem.options(np)["bias"].reshape(40, 50)
     bias[[0, 7, 39]], bias[:, [3, 49]] = -np.inf, -np.inf
-    got = check(problem, through_lse=True, bias=bias)
+    got = check(xp, problem, through_lse=True, bias=bias)
     assert not got.dq[:, [0, 7, 39]].any()
     assert not got.dk[:, [3, 49]].any()
     assert not got.dv[:, [3, 49]].any()
     assert not got.dbias[~np.isfinite(bias)].any()
 
 
-def test_bi1_a_growing_bias_on_an_odd_length():
+def test_bi1_a_growing_bias_on_an_odd_length(xp):
     seqlen = 1025
     i, j = np.ogrid[:seqlen, :seqlen]
     bias = (i - j).astype(numpy_dtype("bfloat16"))
-    check(case(seqlen, heads=1, dtype="bfloat16", causal=True), bias=bias)
+    check(xp, case(seqlen, heads=1, dtype="bfloat16", causal=True), bias=bias)
 
 
-def test_bi2_the_gradient_of_the_bias_alone():
+def test_bi2_the_gradient_of_the_bias_alone(xp):
     problem = case(64, heads=1, head_dim=16, dtype="float32", bias=(False, True, True, True))
-    dout, _ = problem.back(np)
-    _, vjp = cufa.attention_vjp(*problem.arrays(np), wrt="bias", **problem.options(np))
+    dout, _ = problem.back(xp)
+    _, vjp = cufa.attention_vjp(*problem.arrays(xp), wrt="bias", **problem.options(xp))
     got, expected = vjp(dout), problem.exact_gradients(through_lse=False)
     only = [
         type(part)(*(a if name == "dbias" else None for name, a in part._asdict().items()))
@@ -98,47 +103,52 @@ def test_bi2_the_gradient_of_the_bias_alone():
     assert_gradients_within_rounding(got, expected._replace(gradients=only[0], bounds=only[1]))
 
 
-def test_bi3_a_bias_of_every_batch():
+def test_bi3_a_bias_of_every_batch(xp):
     problem = case(30, 40, dtype="float32", batch=3, bias=(True,) * 4, hidden=0.0)
-    assert check(problem).dbias.shape == (3, 2, 30, 40)
+    assert check(xp, problem).dbias.shape == (3, 2, 30, 40)
 
 
-def test_bi4_a_bias_that_very_many_batches_share():
+def test_bi4_a_bias_that_very_many_batches_share(xp):
     problem = case(43, heads=32, head_dim=8, dtype="float32", batch=31, hidden=0.0)
-    assert check(replace(problem, bias=(True, False, True, True))).dbias.shape == (31, 1, 43, 43)
+    assert check(xp, replace(problem, bias=(True, False, True, True))).dbias.shape == (
+        31,
+        1,
+        43,
+        43,
+    )
 
 
 @pytest.mark.parametrize("seqlen", [33, 129, 1061, 1066])
-def test_le2_lengths_are_the_same_both_ways(seqlen):
-    check(case(seqlen, heads=1))
+def test_le2_lengths_are_the_same_both_ways(xp, seqlen):
+    check(xp, case(seqlen, heads=1))
 
 
-def test_lg5_logits_far_below_zero_beside_the_end_of_the_keys():
+def test_lg5_logits_far_below_zero_beside_the_end_of_the_keys(xp):
     problem = case(50, 77)
     dout, (q, k, v) = problem.back(np)[0], problem.arrays(np)
     size = np.sqrt(np.float16(100 / 8))  # 64 components, scale 1 / 8
-    check_arrays(dout, q + size, k - size, v, layout="bshd")
+    check_arrays(xp, dout, q + size, k - size, v, layout="bshd")
 
 
-def test_pr2_float32_has_the_gradients_of_float32():
-    check(case(128, heads=1, head_dim=32, dtype="float32", causal=True))
+def test_pr2_float32_has_the_gradients_of_float32(xp):
+    check(xp, case(128, heads=1, head_dim=32, dtype="float32", causal=True))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 1, 0, 3), (3, 1, 0, 2)])
-def test_st3_st5_what_comes_back_has_its_own_strides(order):
+def test_st3_st5_what_comes_back_has_its_own_strides(xp, order):
     problem = case(32, heads=4, kv_heads=1, head_dim=128, dtype="float32", batch=2)
-    check(replace(problem, dout_memory=Memory(order)))
+    check(xp, replace(problem, dout_memory=Memory(order)))
 
 
-def test_st4_views_that_attention_takes_its_backward_pass_takes():
+def test_st4_views_that_attention_takes_its_backward_pass_takes(xp):
     every_second = Memory(step=(1, 1, 1, 2))
     memories = dict.fromkeys(("q_memory", "k_memory", "v_memory", "dout_memory"), every_second)
-    check(replace(case(50), **memories))
+    check(xp, replace(case(50), **memories))
 
 
-def test_ls4_a_loss_of_lse_has_gradients():
-    got = check(case(50, dtype="float32"), through_lse=True)
-    without = check(case(50, dtype="float32"))
+def test_ls4_a_loss_of_lse_has_gradients(xp):
+    got = check(xp, case(50, dtype="float32"), through_lse=True)
+    without = check(xp, case(50, dtype="float32"))
     assert not np.array_equal(got.dq, without.dq)
 
 

@@ -1,4 +1,4 @@
-"""`struct Params`: Python and the kernels read the same bytes."""
+"""The parameters of kernels: Python and the kernels read the same bytes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cufa.gpu import build
-from cufa.gpu.params import PARAMS, POINTERS, Buffers, divisor
+from cufa.gpu.params import (
+    BACKWARD_PARAMS,
+    GRADIENT_POINTERS,
+    PARAMS,
+    POINTERS,
+    Buffers,
+    GradientBuffers,
+    divisor,
+)
 from cufa.gpu.plan import section
 from cufa.gpu.tensor_map import MAP_ALIGNMENT
 from cufa.gpu.warmup import _call, _Features
@@ -22,10 +31,10 @@ SIZES |= {"i64": 8, "f64": 8, "u64": 8, "i32": 4, "u32": 4}
 L2 = 32 << 20
 
 
-def declared() -> list[tuple[str, int]]:
-    """Names and sizes of the fields that attn/params.cuh declares."""
+def declared(struct: str) -> list[tuple[str, int]]:
+    """Names and sizes of the fields that attn/params.cuh declares, without those of a base."""
     text = re.sub(r"//.*", "", (build.KERNELS / "attn/params.cuh").read_text())
-    body = re.search(r"struct Params \{(.*?)\};", text, re.DOTALL)
+    body = re.search(rf"struct {struct} (?:: \w+ )?\{{(.*?)\}};", text, re.DOTALL)
     assert body
     fields = []
     for line in body[1].split(";")[:-1]:
@@ -37,9 +46,13 @@ def declared() -> list[tuple[str, int]]:
     return fields
 
 
-def test_the_struct_and_its_mirror_have_the_same_fields_in_the_same_order():
-    mirrored = [(name, PARAMS[name].itemsize) for name in PARAMS.names if name != "padding"]
-    assert mirrored == declared()
+@pytest.mark.parametrize(
+    ("struct", "mirror"), [("Params", PARAMS), ("BackwardParams", BACKWARD_PARAMS)]
+)
+def test_a_struct_and_its_mirror_have_the_same_fields_in_the_same_order(struct, mirror):
+    others = ("padding", "forward")
+    mirrored = [(name, mirror[name].itemsize) for name in mirror.names if name not in others]
+    assert mirrored == declared(struct)
 
 
 def test_the_pointers_stand_together_behind_the_maps():
@@ -47,8 +60,16 @@ def test_the_pointers_stand_together_behind_the_maps():
     assert places == [POINTERS + 8 * n for n in range(len(places))]
 
 
-def test_the_struct_keeps_the_alignment_of_its_maps():
+def test_those_of_the_backward_pass_stand_together_behind_all_of_the_forward_pass():
+    assert BACKWARD_PARAMS["forward"] is PARAMS
+    assert BACKWARD_PARAMS.fields["forward"][1] == 0
+    places = [BACKWARD_PARAMS.fields[name][1] for name in GradientBuffers._fields]
+    assert places == [GRADIENT_POINTERS + 8 * n for n in range(len(places))]
+
+
+def test_the_structs_keep_the_alignment_of_their_maps():
     assert PARAMS.itemsize % MAP_ALIGNMENT == 0
+    assert BACKWARD_PARAMS.itemsize % MAP_ALIGNMENT == 0
     assert all(PARAMS.fields[f"{name}_map"][1] % MAP_ALIGNMENT == 0 for name in "qkv")
 
 

@@ -15,17 +15,35 @@ from emulator import faults_dropout as dropout
 from emulator.build import Unit
 from emulator.faults import CONFLICTS, PROBLEMS, WRONG, Fault, Problem, Symptom
 from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
+from emulator.faults_backward import (
+    BWD_QUERIES,
+    BWD_ROWS,
+    BWD_SINK,
+    FA2_BWD_DBIAS_SIMT,
+    FA2_BWD_DQ_SIMT,
+    FA2_BWD_SIMT,
+)
 from emulator.faults_fa1 import FA1_FWD, FA1_FWD_SIMT
 from emulator.faults_fa3 import FA3_FWD_SM90
 from emulator.faults_hopper import LINEAR_ATTENTION_SM90
 from emulator.faults_mask import MASK_TILES
 from emulator.faults_wide import FA2_FWD_FLOAT32, FA2_FWD_FLOAT64
-from emulator.machine import Emulator, attention, emulator, kernel_key
+from emulator.machine import (
+    Emulator,
+    attention,
+    attention_backward,
+    backward_keys,
+    emulator,
+    kernel_key,
+)
 from emulator.run import Counts, KernelError, Kind, Order, Schedule
 
+import cufa
 from cufa.bounds import Exact
 from cufa.gpu.registry import KERNELS
-from cufa.testing import Case, assert_within_rounding
+from cufa.gradient_bounds import ExactGradients
+from cufa.gradients import NAMES
+from cufa.testing import Case, assert_gradients_within_rounding, assert_within_rounding
 
 pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.obstacle()))
 
@@ -46,7 +64,22 @@ FAULTS = {
     "fa1_fwd_simt": (*FA1_FWD_SIMT, *dropout.FA1_FWD_SIMT),
     "fa3_fwd_sm90": (*FA3_FWD_SM90, *dropout.FA3_FWD_SM90),
     "fa3_fwd_sm90 mask": MASK_TILES,
+    "fa2_bwd_simt": FA2_BWD_SIMT,
+    "fa2_bwd_dq_simt": FA2_BWD_DQ_SIMT,
+    "fa2_bwd_dbias_simt": FA2_BWD_DBIAS_SIMT,
+    "bwd_rows": BWD_ROWS,
+    "bwd_queries": BWD_QUERIES,
+    "bwd_sink": BWD_SINK,
     "linear_attention_sm90": LINEAR_ATTENTION_SM90,
+}
+#: Which gradients of a call take a kernel of the backward pass.
+WANTED = {
+    "fa2_bwd_simt": ("q", "k", "v"),
+    "fa2_bwd_dq_simt": ("q",),
+    "fa2_bwd_dbias_simt": ("bias",),
+    "bwd_rows": ("q", "k", "v"),
+    "bwd_queries": ("q", "k"),
+    "bwd_sink": ("sink",),
 }
 #: What nobody does has no place in the kernel, nor has what is found at the end.
 NO_PLACE = "never written|tickets end at"
@@ -107,6 +140,10 @@ def run(
     if isinstance(problem, Case):
         machine = Emulator(ARCHS.get(kernel, ARCH), edit)
         machine.schedule = schedule
+        if kernel in WANTED:
+            got = attention_backward(machine, **back_arguments(kernel, problem))
+            assert_gradients_within_rounding(got, exact_back(kernel, problem))
+            return machine.counts
         assert_within_rounding(attention(machine, **arguments(kernel, problem)), exact(problem))
         return machine.counts
     arrays, counts = linear_attention.emulated(problem, schedule, edit)
@@ -114,8 +151,12 @@ def run(
     return counts
 
 
-def unit(kernel: str, problem: Problem) -> Unit:
+def unit(kernel: str, problem: Any) -> Unit:
     """What a problem runs."""
+    if kernel in WANTED:
+        machine = emulator(ARCHS.get(kernel, ARCH))
+        keys = backward_keys(machine, **back_arguments(kernel, problem))
+        return next(Unit.of(key.kernel, key.defines()) for key in keys if key.kernel == kernel)
     if isinstance(problem, Case):
         key = kernel_key(emulator(ARCHS.get(kernel, ARCH)), **arguments(kernel, problem))
         return Unit.of(key.kernel, key.defines())
@@ -132,3 +173,27 @@ def arguments(kernel: str, case: Case) -> dict[str, Any]:
 @cache
 def exact(case: Case) -> Exact:
     return case.exact()
+
+
+@cache
+def back_arguments(kernel: str, case: Case) -> dict[str, Any]:
+    """Of a backward pass; NaN comes back to rows that see no key."""
+    arrays, (dout, dlse) = dict(zip("qkv", case.arrays(np), strict=True)), case.back(np)
+    out, lse = cufa.attention(*arrays.values(), return_lse=True, **case.options(np))
+    dout, dlse = dout.copy(), dlse.copy()
+    dout[lse == -np.inf] = dlse[lse == -np.inf] = np.nan
+    saved = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
+    return arrays | saved | case.options(np) | {"wrt": WANTED[kernel]}
+
+
+@cache
+def exact_back(kernel: str, case: Case) -> ExactGradients:
+    """Of what is wanted."""
+    expected = case.exact_gradients()
+    kept = [
+        cufa.Gradients(
+            *(a if name in WANTED[kernel] else None for name, a in zip(NAMES, part, strict=True))
+        )
+        for part in expected[:2]
+    ]
+    return expected._replace(gradients=kept[0], bounds=kept[1])

@@ -11,11 +11,21 @@ from typing import Any
 
 from allpairspy import AllPairs
 
+from cufa.errors import UnsupportedError
 from cufa.gpu import build
-from cufa.gpu.config import LENGTHS, Config, Scores, find_config
+from cufa.gpu.backward_plan import PLAIN_TILES, plain_key
+from cufa.gpu.config import (
+    BWD_QUERIES_MMA,
+    BWD_ROWS,
+    BWD_SINK,
+    LENGTHS,
+    Config,
+    Scores,
+    find_config,
+)
 from cufa.gpu.device import Device
 from cufa.gpu.plan import KernelKey, _mask_tiles_key
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import BACKWARD_KERNELS, KERNELS
 
 ARCHS = (70, 75, 80, 86, 89, 90, 100, 120)
 HEAD_DIMS = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -134,3 +144,73 @@ def name_of(key: KernelKey) -> str:
     """As a test's name."""
     tile = f"{key.config.block_m}x{key.config.block_n}"
     return f"sm_{key.arch}-{key.kernel}-{tile}-{key.dtype}-{key.head_dim}x{key.head_dim_v}"
+
+
+#: What a backward kernel whose blocks own keys may be asked for: dQ, dK, dV.
+WANTED = (
+    (True, True, True),
+    (False, True, True),
+    (False, False, True),
+    (False, True, False),
+    (True, True, False),
+    (True, False, True),
+)
+_ANY_SCORES = (Scores.OPEN, Scores.PLAIN, Scores.BIASED_32, Scores.MIXED)
+
+
+@cache
+def backward_places(arch: int) -> dict[tuple[str, Scores, Config], list[Member]]:
+    """Likewise of the kernels of the backward pass that see scores."""
+    found: dict[Place, dict[Member, None]] = defaultdict(dict)
+    device = Device.of_arch(arch)
+    for spec in (spec for specs in BACKWARD_KERNELS.values() for spec in specs):
+        dims = [d for d in HEAD_DIMS if d <= spec.max_head_dim]
+        for facts in product(spec.dtypes, dims, dims, _ANY_SCORES, (False, True)):
+            dtype, d, dv, scores, causal = facts
+            if spec.limit(dtype, max(d, dv), device) is None:
+                try:
+                    tile = find_config(spec.name, dtype, d, dv, 1, scores, causal, device)
+                except UnsupportedError:
+                    continue
+                found[spec.name, scores, tile][dtype, d, dv, causal] = None
+    return {place: list(members) for place, members in found.items()}
+
+
+def part_of(kernel: str) -> str:
+    """What the blocks of a backward kernel own."""
+    parts = BACKWARD_KERNELS.items()
+    return next(part for part, specs in parts if kernel in {spec.name for spec in specs})
+
+
+def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any) -> KernelKey:
+    """The unit of a tile for the nth of what may be wanted."""
+    dtype, d, dv, causal = member
+    part = part_of(fixed["kernel"])
+    dq, dk, dv_ = WANTED[n % len(WANTED)] if part == "keys" else (part == "queries", False, False)
+    result = None if part != "bias" else features["bias"] or "float32"
+    more = {"right": causal, "sink": False, "lse": False}
+    wanted = {"dq": dq, "dk": dk, "dv": dv_, "result": result}
+    bias = {} if part != "bias" else {"bias": result, "fold_scale": False}
+    return KernelKey(
+        dtype=dtype, head_dim=d, head_dim_v=dv, **{**features, **more, **wanted, **bias, **fixed}
+    )
+
+
+def backward_units(arch: int) -> Iterator[KernelKey]:
+    """As `units`, of the backward pass: each tile and kind of scores with its largest head dim for
+    all gradients, and with another; then what goes around them."""
+    aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
+    for i, ((kernel, scores, tile), members) in enumerate(backward_places(arch).items()):
+        fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
+        largest = max(members, key=lambda member: member[1] + member[2])
+        other = members[(i * 7 + arch) % len(members)]
+        for j, member in enumerate((largest, other)):
+            features = fitting[(i + arch + j * 5) % len(fitting)]
+            n = 0 if j == 0 else i + arch
+            yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
+    for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
+        if kernel == BWD_QUERIES_MMA and not (aligned and dtype in _DTYPES[:2] and arch >= 80):
+            continue
+        dims = HEAD_DIMS[(i + arch) % 8], HEAD_DIMS[(3 * i + arch) % 8]
+        dq, result = kernel == BWD_ROWS and i % 3 > 0, _DTYPES[i % 4]
+        yield plain_key(kernel, arch, dtype, *dims, aligned, dq, (None, result)[kernel == BWD_SINK])

@@ -17,12 +17,14 @@ from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
 from cufa.gpu import build, cublas, launch
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.params import POINTERS, SEED, Buffers
+from cufa.gpu.params import GRADIENT_POINTERS, POINTERS, SEED, Buffers, GradientBuffers
 from cufa.gpu.plan import KernelKey, Step
 from cufa.gpu.tensor_map import MAP_BYTES
+from cufa.gradients import BackwardSignature, Gradients, Saved, make_backward_problem
 from cufa.problem import Signature, make_problem
 
 _pack_pointers = struct.Struct(f"={len(Buffers._fields)}Q").pack_into
+_pack_gradients = struct.Struct(f"={len(GradientBuffers._fields)}Q").pack_into
 _pack_seed = struct.Struct("=Q").pack_into
 _pack_maps = struct.Struct(f"{MAP_BYTES}s" * 3).pack_into
 #: Streams that cannot be captured: handles of CUDA's legacy default stream.
@@ -142,6 +144,25 @@ class _Cards:
             _pack_seed(params, SEED, seed)
         kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
 
+    def launch_backward(
+        self,
+        kernel: Any,
+        step: Step,
+        buffers: Buffers,
+        gradients: GradientBuffers,
+        seed: Any = None,
+    ) -> None:
+        params: Any = step.params.copy()
+        _pack_pointers(params, POINTERS, *map(_pointer, buffers))
+        _pack_gradients(params, GRADIENT_POINTERS, *map(_pointer, gradients))
+        if seed is not None:
+            _pack_seed(params, SEED, seed)
+        kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
+
+
+def _pointer(a: Any) -> int:
+    return 0 if a is None else a.data.ptr
+
 
 CARDS = _Cards()
 
@@ -166,3 +187,18 @@ def _run(call: Signature, arrays: Arrays, seed: Any) -> Any:
     if arrays.out is not None:
         check_overlap(arrays)
     return standard.run(cublas.load(), problem, arrays, call.layout, seed)
+
+
+def run_backward(
+    call: BackwardSignature, arrays: Arrays, saved: Saved, seed: Any = None
+) -> Gradients:
+    """`cufa.attention_backward` on CuPy arrays: in the current stream of the arrays' device.
+
+    `seed` is that of dropout.
+    """
+    device = call.forward.q.device
+    if runtime.getDevice() != device:
+        make_backward_problem(call)  # its errors come before anything else
+        with CudaDevice(device):
+            return launch.run_backward(CARDS, call, arrays, saved, seed)
+    return launch.run_backward(CARDS, call, arrays, saved, seed)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cufa.errors import CufaError, UnsupportedError
 from cufa.gpu.device import OLDEST_ARCH, Device
-from cufa.gpu.registry import KERNEL_NAMES, select_for
+from cufa.gpu.registry import BACKWARD_KERNEL_NAMES, KERNEL_NAMES, select_for
 from cufa.options import ITEMSIZE, plain_choice, plain_dtype, plain_integer
 
 
@@ -79,10 +79,14 @@ class _Row(NamedTuple):
 
 
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
-_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90")
+_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90", "fa2_bwd", "fa2_bwd_dq")
 _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
+#: Around the products of the backward pass: what is known of each row, dQ from its sums, dsink.
+BWD_ROWS, BWD_QUERIES, BWD_SINK = "bwd_rows", "bwd_queries", "bwd_sink"
+#: dQ from sums that lie as tensor cores leave them.
+BWD_QUERIES_MMA = "bwd_queries_mma"
 ANY = 1 << 62
 _OPEN, _PLAIN, _MASKED, _MODIFIED, _BIASED, _BIASED_32, _MIXED = Scores
 
@@ -134,7 +138,44 @@ _TABLE = (
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  32, 128, 1, 1)),
     _Row("fa1_fwd_simt", 8,  70, _MIXED,    None, 128, False, ANY, Config( 16,  16, 128, 1, 1)),
 )
+_MMA_BACKWARD = (
+    _Row("fa2_bwd",      2,  90, _OPEN,     None,  64, False, ANY, Config( 64, 128, 128, 2, 2)),
+    _Row("fa2_bwd",      2,  90, _OPEN,     None, 128, False, ANY, Config( 64, 128, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  90, _OPEN,     None, 256, False, ANY, Config( 64,  64, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config( 64, 128, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _BIASED_32, None, 128, False, ANY, Config( 32, 64, 128, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 64,  32, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  16,  64, 2, 1)),
+)
+_SIMT_BACKWARD = (
+    _Row("",             4,  70, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
+    _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),
+    _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 256, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 256, 1, 1)),
+    _Row("",             8,  70, _MIXED,    None, 256, False, ANY, Config(  8,  16, 128, 1, 1)),
+)
 # fmt: on
+#: Of the backward pass. Its kernels on CUDA cores hold the same tiles in shared memory, all three;
+#: the sums of dbias take the registers of a second block.
+_BACKWARD_TABLE = (
+    *_MMA_BACKWARD,
+    *(row._replace(kernel="fa2_bwd_simt") for row in _SIMT_BACKWARD),
+    *(row._replace(kernel="fa2_bwd_dq_simt") for row in _SIMT_BACKWARD),
+    *(
+        row._replace(kernel="fa2_bwd_dbias_simt", config=row.config._replace(blocks_per_sm=1))
+        for row in _SIMT_BACKWARD
+        if row.scores == _MIXED
+    ),
+)
 
 #: A length for each class of lengths that the table tells apart.
 LENGTHS = (1, *sorted({row.seqlen + 1 for row in _TABLE} - {ANY + 1}))
@@ -189,11 +230,20 @@ def element_bytes(kernel: str, dtype: str) -> int:
 
 def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
     """Dynamic shared memory of one block; the kernel asserts the same figure."""
-    if kernel == MASK_TILES:
+    if kernel in (MASK_TILES, BWD_ROWS, BWD_QUERIES, BWD_QUERIES_MMA):
         return 0
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
+    if kernel == BWD_SINK:
+        return size * config.threads // 32
     if kernel == "fa2_fwd":
         return size * (m * head_dim + n * head_dim + n * head_dim_v)
+    if kernel == "fa2_bwd":
+        loaded = (
+            config.stages * m * (size * (head_dim + head_dim_v) + 2 * 4)
+        )  # lse and D are float32
+        return size * n * (head_dim + head_dim_v) + 3 * size * m * n + loaded
+    if kernel == "fa2_bwd_dq":
+        return size * (m + 2 * n) * (head_dim + head_dim_v)
     if kernel == "fa3_fwd_sm90":
         d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 768
         q, keys = size * m * d, size * config.stages * n * (d + dv)
@@ -211,6 +261,8 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
         return rows * (cols * size + 16)
 
     q, k, v = padded(m, head_dim), padded(n, head_dim), padded(n, head_dim_v)
+    if kernel.startswith("fa2_bwd"):
+        return q + padded(m, head_dim_v) + k + v + padded(m, n)
     if kernel == "fa1_fwd_simt":
         slices = 2 if n > 16 else 1
         partial_outputs = size * (slices - 1) * m * head_dim_v
@@ -243,8 +295,9 @@ def get_best_config(
     bias: str | None = None,
     kernel: str | None = None,
     arch: int = 90,
+    direction: str = "forward",
 ) -> Config:
-    """The tile that `cufa.attention` uses.
+    """The tile that `cufa.attention` uses, or `cufa.attention_backward`.
 
     Parameters
     ----------
@@ -263,9 +316,12 @@ def get_best_config(
     bias : {"float16", "bfloat16", "float32", "float64"}, default None
         The dtype of the call's bias, if it has one.
     kernel : str, default the one that "auto" takes for aligned arrays, and masks that vary by key
-        "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt".
+        "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt"; backward
+        "fa2_bwd_simt", "fa2_bwd_dq_simt" or "fa2_bwd_dbias_simt".
     arch : int, default 90
         Compute capability times 10.
+    direction : {"forward", "backward"}, default "forward"
+        "backward": the tile of the kernel that computes dk and dv, or of the one that is named.
 
     Returns
     -------
@@ -291,9 +347,11 @@ def get_best_config(
     mask = plain_choice("mask", mask, (False, True))
     bias = None if bias is None else plain_dtype("bias", bias)
     scores = kind_of_scores(window=window, mask=mask, modified=not plain, bias=bias)
+    backward = plain_choice("direction", direction, ("forward", "backward")) == "backward"
     if kernel is not None:
-        kernel = plain_choice("kernel", kernel, KERNEL_NAMES)
-    spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel)
+        names = BACKWARD_KERNEL_NAMES if backward else KERNEL_NAMES
+        kernel = plain_choice("kernel", kernel, names)
+    spec = select_for(dtype, max(head_dim, head_dim_v), device, kernel, direction)
     return find_config(spec.name, dtype, head_dim, head_dim_v, seqlen, scores, causal, device)
 
 
@@ -315,7 +373,7 @@ def find_config(
         No row fits.
     """
     d, dv = round_up(head_dim, 32), round_up(head_dim_v, 32)
-    for row in (*tuned.rows_for(device, d, dv), *_TABLE):
+    for row in (*tuned.rows_for(device, d, dv), *_TABLE, *_BACKWARD_TABLE):
         fits = (
             row.kernel == kernel
             and row.element_bytes == element_bytes(kernel, dtype)

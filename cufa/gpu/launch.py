@@ -11,11 +11,26 @@ from typing import Any, NamedTuple, Protocol
 
 from cufa.arrays import Arrays, address_of, check_overlap
 from cufa.gpu import config
+from cufa.gpu.backward_plan import make_backward_plan
 from cufa.gpu.device import Device
-from cufa.gpu.params import Buffers
+from cufa.gpu.params import Buffers, GradientBuffers
 from cufa.gpu.plan import KernelKey, Step, make_plan
+from cufa.gradients import (
+    BackwardProblem,
+    BackwardSignature,
+    Gradients,
+    Saved,
+    make_backward_problem,
+)
 from cufa.options import numpy_dtype
-from cufa.problem import ArrayFacts, Problem, Signature, make_problem
+from cufa.problem import (
+    ArrayFacts,
+    Operand,
+    Problem,
+    Signature,
+    contiguous_operand,
+    make_problem,
+)
 
 
 class Machine(Protocol):
@@ -46,6 +61,16 @@ class Machine(Protocol):
 
     def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
         """Start a kernel. `seed` is that of dropout."""
+
+    def launch_backward(
+        self,
+        kernel: Any,
+        step: Step,
+        buffers: Buffers,
+        gradients: GradientBuffers,
+        seed: Any = None,
+    ) -> None:
+        """Start a kernel of the backward pass."""
 
 
 class _Ready(NamedTuple):
@@ -99,7 +124,7 @@ def conversions_of(problem: Problem) -> dict[str, str | None]:
     wanted: dict[str, str | None] = {
         name: None
         for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v))
-        if 0 not in operand.shape and operand.shape[3] > 1 and operand.strides[3] != 1
+        if not _has_whole_rows(operand)
     }
     for name, per_head in (("alibi_slopes", problem.alibi_slopes), ("sink", problem.sink)):
         if per_head is not None and per_head.dtype != problem.accumulator:
@@ -107,19 +132,27 @@ def conversions_of(problem: Problem) -> dict[str, str | None]:
     return wanted
 
 
+def _has_whole_rows(a: Operand) -> bool:
+    return 0 in a.shape or a.shape[3] == 1 or a.strides[3] == 1
+
+
 def after_conversions(
     call: Signature, arrays: Arrays, conversions: dict[str, str | None]
 ) -> Signature:
     """The call as it is once they are made: a copy is contiguous, and aligned."""
-    changed: dict[str, Any] = {}
-    for name, dtype in conversions.items():
-        facts: ArrayFacts = getattr(call, name)
-        new = facts.dtype if dtype is None else numpy_dtype(dtype)
-        strides = [new.itemsize * math.prod(facts.shape[n + 1 :]) for n in range(len(facts.shape))]
-        changed[name] = ArrayFacts(facts.shape, tuple(strides), new, facts.device)
+    changed: dict[str, Any] = {
+        name: _converted(getattr(call, name), to) for name, to in conversions.items()
+    }
     held = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "out": arrays.out}
     stay = [a for name, a in held.items() if a is not None and name not in conversions]
     return call._replace(aligned=all(address_of(a) % 16 == 0 for a in stay), **changed)
+
+
+def _converted(facts: ArrayFacts, dtype: str | None) -> ArrayFacts:
+    """A contiguous copy, of a dtype (None: its own)."""
+    new = facts.dtype if dtype is None else numpy_dtype(dtype)
+    strides = [new.itemsize * math.prod(facts.shape[n + 1 :]) for n in range(len(facts.shape))]
+    return ArrayFacts(facts.shape, tuple(strides), new, facts.device)
 
 
 def _launch(machine: Machine, ready: _Ready, arrays: Arrays, seed: Any) -> Any:
@@ -134,3 +167,89 @@ def _launch(machine: Machine, ready: _Ready, arrays: Arrays, seed: Any) -> Any:
     for kernel, step in ready.launches:
         machine.launch(kernel, step, buffers, seed)
     return out if lse is None else (out, lse)
+
+
+class _ReadyBackward(NamedTuple):
+    """A call of `cufa.attention_backward` that lacks only its arrays."""
+
+    launches: tuple[tuple[Any, Step], ...]
+    accumulator: str
+    workspace: int
+    conversions: dict[str, str | None]
+
+
+def run_backward(
+    machine: Machine, call: BackwardSignature, arrays: Arrays, saved: Saved, seed: Any = None
+) -> Gradients:
+    """`cufa.attention_backward` on a machine's arrays, all on the device that `call` names.
+
+    `seed` is that of dropout.
+    """
+    ready = _prepare_backward(machine, call, config.tuned)
+    wanted = {f"d{name}": getattr(arrays, name) for name in call.wrt}
+    if ready.conversions:
+        conversions = ready.conversions
+        later = _after_backward_conversions(call, arrays, saved, conversions)
+        ready = _prepare_backward(machine, later, config.tuned)  # its errors come before any copy
+        given = arrays._asdict() | saved._asdict()
+        given |= {n: machine.contiguous(given[n], dtype) for n, dtype in conversions.items()}
+        saved = Saved(**{name: given[name] for name in Saved._fields})
+        arrays = Arrays(**{name: given[name] for name in Arrays._fields if name != "out"})
+    results = Gradients(**{n: machine.empty(a.shape, a.dtype) for n, a in wanted.items()})
+    if ready.launches:
+        size = ready.workspace
+        workspace = machine.workspace(size, ready.accumulator) if size else None
+        buffers = Buffers(
+            *arrays[:3], saved.out, saved.lse, *arrays[3:7], workspace=workspace, tickets=None
+        )
+        gradients = GradientBuffers(saved.dout, saved.dlse, *results)
+        for kernel, step in ready.launches:
+            machine.launch_backward(kernel, step, buffers, gradients, seed)
+    return results
+
+
+@lru_cache(maxsize=4096)
+def _prepare_backward(
+    machine: Machine, call: BackwardSignature, tuned: config.Tuned
+) -> _ReadyBackward:
+    problem, ordinal = make_backward_problem(call), call.forward.q.device
+    accumulator = problem.forward.accumulator
+    conversions = _backward_conversions_of(problem)
+    if conversions:
+        return _ReadyBackward((), accumulator, 0, conversions)
+    plan = make_backward_plan(problem, machine.device(ordinal))
+    launches = tuple((machine.kernel(step.key, ordinal), step) for step in plan.steps)
+    return _ReadyBackward(launches, accumulator, plan.workspace, conversions)
+
+
+def _backward_conversions_of(problem: BackwardProblem) -> dict[str, str | None]:
+    """`conversions_of`, and what must be contiguous beside: rows of dout and out, all of lse and
+    dlse."""
+    wanted = conversions_of(problem.forward)
+    rows = {"dout": problem.dout, "out": problem.forward.out}
+    wanted |= {name: None for name, a in rows.items() if not _has_whole_rows(a)}
+    whole = {"lse": problem.lse, "dlse": problem.dlse}
+    return wanted | {name: None for name, a in whole.items() if a and not _is_contiguous(a)}
+
+
+def _is_contiguous(a: Operand) -> bool:
+    return 0 in a.shape or a.strides == contiguous_operand(a.shape, "bhsd", a.dtype).strides
+
+
+def _after_backward_conversions(
+    call: BackwardSignature,
+    arrays: Arrays,
+    saved: Saved,
+    conversions: dict[str, str | None],
+) -> BackwardSignature:
+    of_call = {n: to for n, to in conversions.items() if n not in Saved._fields}
+    of_saved = {n: to for n, to in conversions.items() if n in Saved._fields}
+    changed: dict[str, Any] = {
+        name: _converted(getattr(call, name), to) for name, to in of_saved.items()
+    }
+    stay = [getattr(saved, name) for name in ("dout", "out") if name not in conversions]
+    return call._replace(
+        forward=after_conversions(call.forward, arrays, of_call),
+        aligned=all(address_of(a) % 16 == 0 for a in stay),
+        **changed,
+    )

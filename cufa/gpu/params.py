@@ -1,4 +1,4 @@
-"""`struct Params` of attn/params.cuh as a NumPy dtype, and its record for a problem."""
+"""The structs of attn/params.cuh as NumPy dtypes, and their records for a problem."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from cufa.dropout import threshold
 from cufa.gpu.tensor_map import MAP_ALIGNMENT, MAP_BYTES
+from cufa.gradients import BackwardProblem
 from cufa.problem import Operand, Problem
 
 
@@ -29,6 +30,21 @@ class Buffers(NamedTuple):
     tickets: Any
 
 
+class GradientBuffers(NamedTuple):
+    """The further arrays of a launch of the backward pass; their pointers stand likewise, behind
+    all of `struct Params`."""
+
+    dout: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsink: Any
+
+
+#: No tile of the backward pass has more queries, and each has a divisor of it.
+ROWS_TOGETHER = 128
 _STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row")])
 _DIVISOR = np.dtype([("value", "i4"), ("multiplier", "u4"), ("shift", "i4")])
 _SCORE_STRIDES = np.dtype([(axis, "i8") for axis in ("batch", "head", "row", "key")])
@@ -47,14 +63,26 @@ _FIELDS = (
     + [(name, "i4") for name in ("tile_count", "section")]
     + [("dropout_seed", "u8"), ("kept_scale", "f8"), ("dropout_threshold", "u4")]
 )
-_PADDING = -np.dtype(_FIELDS, align=True).itemsize % MAP_ALIGNMENT
-PARAMS = np.dtype([*_FIELDS, ("padding", "u1", _PADDING)], align=True)
+_BACKWARD_FIELDS = (
+    [(name, "u8") for name in GradientBuffers._fields]
+    + [(f"{name}_stride", _STRIDES) for name in ("dout", "dq", "dk", "dv")]
+    + [("dbias_stride", _SCORE_STRIDES), ("kv_heads", _DIVISOR)]
+    + [(name, "i4") for name in ("batch", "padded_rows")]
+)
+
+
+def _padded(fields: list[Any]) -> np.dtype[Any]:
+    padding = -np.dtype(fields, align=True).itemsize % MAP_ALIGNMENT
+    return np.dtype([*fields, ("padding", "u1", padding)], align=True)
+
+
+PARAMS = _padded(_FIELDS)
+BACKWARD_PARAMS = _padded([("forward", PARAMS), *_BACKWARD_FIELDS])
 #: Where the pointers begin, after three maps, and where the seed of dropout is.
 POINTERS = 3 * MAP_BYTES
 SEED: int = PARAMS.fields["dropout_seed"][1]  # type: ignore[index]
-#: The same bytes as one opaque item: a structured array is copied field by field, by NumPy and by
-#: CuPy, which takes longer than all the rest of a call.
-_OPAQUE = np.dtype((np.void, PARAMS.itemsize))
+#: Where those of `GradientBuffers` begin.
+GRADIENT_POINTERS = PARAMS.itemsize
 
 
 def make_params(
@@ -93,7 +121,34 @@ def make_params(
     p["tile_count"], p["section"] = problem.batch * problem.heads * tiles, section
     p["kept_scale"] = 1 / (1 - problem.dropout_p)
     p["dropout_threshold"] = threshold(problem.dropout_p)
-    return p.view(_OPAQUE)
+    return _opaque(p)
+
+
+def make_backward_params(problem: BackwardProblem, tiles: int) -> np.ndarray[Any, Any]:
+    """The parameters of one launch of the backward pass, likewise.
+
+    `tiles` is the number of blocks of one head, be they of queries or of keys.
+    """
+    p = np.zeros(1, BACKWARD_PARAMS)
+    forward = make_params(problem.forward, max(1, tiles), 0, 0)
+    p["forward"] = forward.view(PARAMS)
+    for name in ("dout", "dq", "dk", "dv"):
+        p[f"{name}_stride"] = getattr(problem, name).strides[:3]
+    p["dbias_stride"] = problem.dbias_strides
+    p["kv_heads"] = divisor(max(1, problem.forward.kv_heads))
+    p["batch"], p["padded_rows"] = problem.forward.batch, padded_rows(problem.forward)
+    return _opaque(p)
+
+
+def padded_rows(problem: Problem) -> int:
+    """Rows of one head in the workspace of the backward pass: whole query tiles of any kernel."""
+    return -(-problem.seqlen_q // ROWS_TOGETHER) * ROWS_TOGETHER
+
+
+def _opaque(p: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same bytes as one opaque item: a structured array is copied field by field, by NumPy and
+    by CuPy, which takes longer than all the rest of a call."""
+    return p.view(np.dtype((np.void, p.dtype.itemsize)))
 
 
 def divisor(value: int) -> tuple[int, int, int]:

@@ -19,13 +19,13 @@ from cufa.gpu.config import (
     state_bytes,
 )
 from cufa.gpu.device import Device
-from cufa.gpu.params import PARAMS, make_params
+from cufa.gpu.params import BACKWARD_PARAMS, PARAMS, make_params
 from cufa.gpu.registry import KernelSpec, select
 from cufa.gpu.tensor_map import TensorMap
 from cufa.options import ITEMSIZE
 from cufa.problem import Problem
 
-_MAX_GRID = (1 << 31) - 1
+MAX_GRID = (1 << 31) - 1
 #: What keys and values of a section may take of L2, and how many query heads it has even so, before
 #: sections are evened out: of fewer, more tiles each would be in work at once, at as many places of
 #: a head's keys.
@@ -58,6 +58,11 @@ class KernelKey(NamedTuple):
     lse: bool
     fold_scale: bool
     config: Config
+    #: Of the backward pass: what a kernel computes of these, and what dbias or dsink is stored in.
+    dq: bool = False
+    dk: bool = False
+    dv: bool = False
+    result: str | None = None
 
     @property
     def smem_bytes(self) -> int:
@@ -74,11 +79,12 @@ class KernelKey(NamedTuple):
         facts = self._asdict()
         for name in ("kernel", "config"):  # the source, and facts of its own
             del facts[name]
-        for name in ("dtype", "bias"):
+        for name in ("dtype", "bias", "result"):
             facts[name] = _DTYPE_NUMBER[facts[name]]
         facts |= self.config._asdict()
         facts |= {"smem_bytes": self.smem_bytes, "state_bytes": self.state_bytes}
         facts["params_bytes"] = PARAMS.itemsize
+        facts["backward_params_bytes"] = BACKWARD_PARAMS.itemsize
         return {name.upper(): int(value) for name, value in facts.items()}
 
 
@@ -139,12 +145,12 @@ def make_key(problem: Problem, device: Device) -> KernelKey:
 
 def _keys_for(spec: KernelSpec, problem: Problem, device: Device) -> tuple[KernelKey, ...]:
     """`make_keys` of a kernel that can serve the problem."""
-    key = _key_for(spec, problem, device)
+    key = key_for(spec, problem, device)
     return (_mask_tiles_key(key), key) if key.mask and spec.mask_tiles else (key,)
 
 
-def _key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
-    fold_scale = _only_scales(problem) and problem.bias is None
+def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
+    """The unit of a kernel that can serve the problem."""
     config = find_config(
         spec.name,
         problem.dtype,
@@ -176,7 +182,7 @@ def _key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
         sink=problem.sink is not None,
         dropout=problem.dropout_p > 0,
         lse=problem.return_lse,
-        fold_scale=fold_scale,
+        fold_scale=_only_scales(problem) and problem.bias is None,
         config=config,
     )
 
@@ -231,15 +237,15 @@ def make_plan(problem: Problem, device: Device) -> Plan:
     work = blocks * heads
     mask = _mask_tiles(problem, key, tiles) if before else _MaskTiles()
     mask_work = -(-mask.blocks // (_MASK_THREADS // 32))
-    if work > _MAX_GRID:
+    if work > MAX_GRID:
         raise UnsupportedError(
             f"batch {problem.batch} x {problem.heads} heads x {tiles} query tiles is {work} "
-            f"blocks; a launch takes at most {_MAX_GRID}: split the batch"
+            f"blocks; a launch takes at most {MAX_GRID}: split the batch"
         )
-    if mask_work > _MAX_GRID:
+    if mask_work > MAX_GRID:
         raise UnsupportedError(
             f"a mask of {mask.blocks} tiles takes {mask_work} blocks to look at; a launch takes at "
-            f"most {_MAX_GRID}: split the batch"
+            f"most {MAX_GRID}: split the batch"
         )
     rows_per_block = -(-tiles // blocks) * key.config.block_m
     params = make_params(problem, blocks, rows_per_block, section(problem), mask.strides)

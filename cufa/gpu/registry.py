@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cufa.errors import UnsupportedError
 from cufa.gpu.device import Device
 from cufa.gpu.tensor_map import STRIDE_LIMIT
+from cufa.gradients import BackwardProblem
 from cufa.options import FLOAT_DTYPES, ITEMSIZE
 from cufa.problem import Operand, Problem
 
@@ -101,19 +102,44 @@ KERNELS = (
     KernelSpec("fa1_fwd_simt", "fa1",     _UP_TO_FLOAT, 256,    70, False),
     KernelSpec("fa1_fwd_simt", "fa1",     ("float64",), 128,    70, False),
 )
+
+#: Kernels of the backward pass, by what their blocks own: tiles of keys (dK, dV, and what these add
+#: to dQ), of queries (dQ alone) or of the bias (dbias).
+BACKWARD_KERNELS = {
+    "keys": (
+        KernelSpec("fa2_bwd",            "fa2", _16_BITS,     256, 80, True),
+        KernelSpec("fa2_bwd_simt",       "fa2", FLOAT_DTYPES, 256, 70, False),
+    ),
+    "queries": (
+        KernelSpec("fa2_bwd_dq",         "fa2", _16_BITS,     256, 80, True),
+        KernelSpec("fa2_bwd_dq_simt",    "fa2", FLOAT_DTYPES, 256, 70, False),
+    ),
+    "bias": (
+        KernelSpec("fa2_bwd_dbias_simt", "fa2", FLOAT_DTYPES, 256, 70, False),
+    ),
+}
 # fmt: on
 
 #: The kernels' names, in the same order; a kernel may have several rows.
 KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in KERNELS))
+#: Of the backward pass, all parts; the first ones own keys.
+_BACKWARD_SPECS = tuple(spec for specs in BACKWARD_KERNELS.values() for spec in specs)
+BACKWARD_KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in _BACKWARD_SPECS))
 
 
 def target(kernel: str, arch: int) -> str:
     """What a kernel is compiled for on an architecture, such as "sm_80" or "sm_90a"."""
-    alone = any(spec.one_arch for spec in KERNELS if spec.name == kernel)
+    alone = any(spec.one_arch for spec in (*KERNELS, *_BACKWARD_SPECS) if spec.name == kernel)
     return f"sm_{arch}a" if alone else f"sm_{arch}"
 
 
-def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = None) -> KernelSpec:
+def select_for(
+    dtype: str,
+    head_dim: int,
+    device: Device,
+    kernel: str | None = None,
+    direction: str = "forward",
+) -> KernelSpec:
     """The first kernel that serves aligned arrays of a dtype and head dim, whatever else is asked.
 
     Parameters
@@ -124,6 +150,8 @@ def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = N
     device : Device
     kernel : str, default any
         The one kernel that may.
+    direction : {"forward", "backward"}, default "forward"
+        Backward: of the kernels whose blocks own keys, unless one is named.
 
     Raises
     ------
@@ -131,7 +159,7 @@ def select_for(dtype: str, head_dim: int, device: Device, kernel: str | None = N
         None does; the message gives each kernel's limit.
     """
     limits = []
-    for spec in KERNELS:
+    for spec in KERNELS if direction == "forward" else _BACKWARD_SPECS:
         if kernel not in (None, spec.name):
             continue
         limit = spec.limit(dtype, head_dim, device)
@@ -149,8 +177,35 @@ def select(problem: Problem, device: Device) -> KernelSpec:
     UnsupportedError
         None does; the message gives each kernel's reason.
     """
+    return first(KERNELS, "forward", problem, device)
+
+
+def select_backward(part: str, problem: BackwardProblem, device: Device) -> KernelSpec:
+    """The first kernel that serves a part of a backward pass, a key of `BACKWARD_KERNELS`.
+
+    Raises
+    ------
+    UnsupportedError
+        None does; the message gives each kernel's reason.
+    """
+    specs = BACKWARD_KERNELS[part]
+    if abs(problem.dout.strides[2]) >= _MAX_ROW_STRIDE:
+        specs = tuple(spec for spec in specs if not spec.aligned)
+    return first(specs, "backward", problem.forward, device)
+
+
+def first(
+    specs: tuple[KernelSpec, ...], direction: str, problem: Problem, device: Device
+) -> KernelSpec:
+    """The first of some kernels that serves a problem.
+
+    Raises
+    ------
+    UnsupportedError
+        None does; the message gives each kernel's reason.
+    """
     refusals = []
-    for spec in KERNELS:
+    for spec in specs:
         reason = spec.refusal(problem, device)
         if reason is None:
             return spec
@@ -161,7 +216,7 @@ def select(problem: Problem, device: Device) -> KernelSpec:
     else:
         head_dim_text = f"head_dim {head_dim}"
     raise UnsupportedError(
-        f"no forward kernel for {problem.dtype}, {head_dim_text} on {device.name}:\n"
+        f"no {direction} kernel for {problem.dtype}, {head_dim_text} on {device.name}:\n"
         + "\n".join(refusals)
         + "\nNumPy inputs run on the CPU backend, which has none of these limits."
     )

@@ -12,10 +12,12 @@ import numpy as np
 
 from cufa.errors import DeviceError
 from cufa.gpu import build
+from cufa.gpu.backward_plan import make_backward_plan
 from cufa.gpu.config import lengths
 from cufa.gpu.device import OLDEST_ARCH, Device, get_device
-from cufa.gpu.plan import make_keys
-from cufa.options import CAUSAL, numpy_dtype, plain_choice, plain_dtype, plain_integer
+from cufa.gpu.plan import KernelKey, make_keys
+from cufa.gradients import NAMES, BackwardSignature, make_backward_problem
+from cufa.options import CAUSAL, dtype_name, numpy_dtype, plain_choice, plain_dtype, plain_integer
 from cufa.problem import ArrayFacts, Signature, make_problem
 
 
@@ -32,6 +34,7 @@ def warmup(
     softcap: bool = False,
     sink: bool = False,
     dropout: bool = False,
+    gradients: bool = False,
     arch: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
@@ -49,6 +52,9 @@ def warmup(
         Whether calls will pass this argument (dropout: `dropout_p`).
     bias : str, default None
         Dtype of the bias that calls will pass.
+    gradients : bool, default False
+        Whether calls will be of `cufa.attention_vjp`, with gradients of all that is passed: kernels
+        for its backward pass too, not those of ``deterministic=True``, and lse counts as returned.
     arch : int, default that of the current device
         Compute capability times 10. Given, no GPU is needed.
     progress : callable, default None
@@ -82,22 +88,48 @@ def warmup(
     for name, value in features._asdict().items():
         if name != "bias":
             plain_choice(name, value, (False, True))
+    gradients = plain_choice("gradients", gradients, (False, True))
     choices = product(
         [plain_integer("head_dim", d, 1) for d in _several(head_dim)],
         [plain_dtype("dtype", name) for name in _several(dtype)],
         [plain_choice("causal", c, CAUSAL) for c in _several(causal)],
-        [plain_choice("return_lse", lse, (False, True)) for lse in _several(return_lse)],
+        [
+            bool(plain_choice("return_lse", lse, (False, True)) or gradients)
+            for lse in _several(return_lse)
+        ],
         lengths(),
         _WINDOWS if window else [None],
     )
-    problems = (make_problem(_call(*choice, features)) for choice in choices)
-    keys = {key for problem in problems for key in make_keys(problem, device)}
+    calls = [_call(*choice, features) for choice in choices]
+    keys = {key for call in calls for key in make_keys(make_problem(call), device)}
+    if gradients:
+        keys |= {key for call in calls for key in _backward_keys(call, device)}
     report = progress or (lambda ready, total: None)
     report(0, len(keys))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for ready, _ in enumerate(pool.map(build.ensure_cached, keys), 1):
             report(ready, len(keys))
     return len(keys)
+
+
+def _backward_keys(forward: Signature, device: Device) -> list[KernelKey]:
+    """The units of the backward pass of a call, with all gradients."""
+    heads, seqlen, _ = forward.q.shape
+    wide = "float64" if forward.q.dtype == np.float64 else "float32"
+    given = [name for name in NAMES if getattr(forward, name) is not None]
+    call = BackwardSignature(
+        forward,
+        dout=forward.q,
+        out=forward.q,
+        lse=_facts((heads, seqlen), wide),
+        dlse=None,
+        wrt=tuple(given),
+        deterministic=False,
+        aligned=True,
+        sink_dtype=None if forward.sink is None else dtype_name(forward.sink.dtype),
+    )
+    plan = make_backward_plan(make_backward_problem(call), device)
+    return [step.key for step in plan.steps]
 
 
 #: Bounded on the left, on the right, on both sides: a kernel for each.
@@ -143,20 +175,15 @@ def _call(
 ) -> Signature:
     """A call that needs the kernel for sequences about that long."""
     heads = 1
-
-    def facts(shape: tuple[int, ...], name: str) -> ArrayFacts:
-        a = np.empty(shape, numpy_dtype(name))
-        return ArrayFacts(a.shape, a.strides, a.dtype, 0)
-
-    q = facts((heads, seqlen, head_dim), dtype)
+    q = _facts((heads, seqlen, head_dim), dtype)
     return Signature(
         q=q,
         k=q,
         v=q,
-        mask=facts((seqlen, seqlen), "bool") if features.mask else None,
-        bias=facts((seqlen, seqlen), features.bias) if features.bias else None,
-        alibi_slopes=facts((heads,), "float32") if features.alibi_slopes else None,
-        sink=facts((heads,), "float32") if features.sink else None,
+        mask=_facts((seqlen, seqlen), "bool") if features.mask else None,
+        bias=_facts((seqlen, seqlen), features.bias) if features.bias else None,
+        alibi_slopes=_facts((heads,), "float32") if features.alibi_slopes else None,
+        sink=_facts((heads,), "float32") if features.sink else None,
         out=None,
         causal=causal,
         window=window,
@@ -168,3 +195,9 @@ def _call(
         aligned=True,
         dropout_p=0.5 if features.dropout else 0.0,
     )
+
+
+def _facts(shape: tuple[int, ...], dtype: str) -> ArrayFacts:
+    """Of a contiguous array."""
+    a = np.empty(shape, numpy_dtype(dtype))
+    return ArrayFacts(a.shape, a.strides, a.dtype, 0)

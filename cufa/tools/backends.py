@@ -8,14 +8,14 @@ import numpy as np
 
 from cufa.arrays import Arrays, sign
 from cufa.cpu import ALGORITHMS as CPU_ALGORITHMS
-from cufa.cpu_backward import check_algorithm
 from cufa.errors import BuildError, UnsupportedError
 from cufa.gpu import cublas
 from cufa.gpu.device import Device
 from cufa.gpu.launch import after_conversions, conversions_of
-from cufa.gpu.registry import select
+from cufa.gpu.registry import BACKWARD_KERNELS, first, select
 from cufa.gpu.survey import find_cards, import_cupy
-from cufa.problem import make_problem
+from cufa.gradients import check_algorithm
+from cufa.problem import Problem, make_problem
 
 CPU_KERNEL, CPU_BACKWARD = "cpu", "cpu_backward"
 #: No kernel, but named where kernels are: on NumPy and on CuPy.
@@ -50,14 +50,10 @@ class Backend(NamedTuple):
             if algorithm not in CPU_ALGORITHMS:
                 raise UnsupportedError(f"algorithm is {algorithm!r}, which has GPU kernels only")
             return CPU_KERNEL
-        arrays = Arrays(q, k, v, **_arrays_among(options))
-        call = sign(arrays, **{**_DEFAULTS, **_plain_among(options)})
-        conversions = conversions_of(make_problem(call))
-        problem = make_problem(after_conversions(call, arrays, conversions))
-        return select(problem, self.device).name
+        return select(_problem(q, k, v, options), self.device).name
 
     def backward_kernel(self, q: Any, k: Any, v: Any, **options: Any) -> str:
-        """The same of the kernel that computes the gradients of such a call.
+        """The same of the kernel that computes most of the gradients of such a call.
 
         Raises
         ------
@@ -67,7 +63,8 @@ class Backend(NamedTuple):
         check_algorithm(options.get("algorithm", "auto"))
         if self.device is None:
             return CPU_BACKWARD
-        raise UnsupportedError("gradients are in NumPy alone")
+        kernels = BACKWARD_KERNELS["keys"]
+        return first(kernels, "backward", _problem(q, k, v, options), self.device).name
 
 
 def find_backends() -> list[Backend]:
@@ -86,6 +83,14 @@ def _missing_cublas() -> str | None:
     except BuildError as error:
         return str(error)
     return None
+
+
+def _problem(q: Any, k: Any, v: Any, options: dict[str, Any]) -> Problem:
+    """That a call comes down to once its arrays are copied, as far as they must be."""
+    arrays = Arrays(q, k, v, **_arrays_among(options))
+    call = sign(arrays, **{**_DEFAULTS, **_plain_among(options)})
+    conversions = conversions_of(make_problem(call))
+    return make_problem(after_conversions(call, arrays, conversions))
 
 
 _DEFAULTS = {

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import cufa
-from cufa import cpu, cpu_backward
+from cufa import cpu
 from cufa.errors import ArgumentError
 from cufa.gpu.device import get_device
 from cufa.gpu.registry import KERNELS
+from cufa.gradients import ALGORITHMS as BACKWARD_ALGORITHMS
 from cufa.options import ALGORITHMS, FLOAT_DTYPES
 from cufa.tools import layer, peers, picture
 from cufa.tools.console import counting, print_table
@@ -126,7 +127,7 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
 def _all_there(rig: Rig, direction: str) -> list[str]:
     """Algorithms that a rig has, and gradients by them if these are to be timed."""
     found = [a for a in _ALGORITHMS if _is_there(a, rig)]
-    return found if direction == "forward" else [a for a in found if a in cpu_backward.ALGORITHMS]
+    return found if direction == "forward" else [a for a in found if a in BACKWARD_ALGORITHMS]
 
 
 def _is_there(algorithm: str, rig: Rig) -> bool:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from cufa.bounds import Error
 from cufa.errors import ArgumentError
-from cufa.gpu.registry import KERNEL_NAMES, KERNELS
+from cufa.gpu.registry import BACKWARD_KERNELS, KERNEL_NAMES, KERNELS
 from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS
 from cufa.tools.backends import CPU_BACKWARD, CPU_KERNEL, STANDARD, Backend, find_backends
@@ -29,6 +29,9 @@ from cufa.tools.workloads import DIRECTIONS
 
 EXAMPLES = 500
 _ON_CPU = (CPU_KERNEL, CPU_BACKWARD)
+#: Of those for gradients the ones that own keys, which all gradients but few need.
+_BACKWARD = tuple(dict.fromkeys(spec.name for spec in BACKWARD_KERNELS["keys"]))
+_ON_GPU = (*KERNEL_NAMES, *_BACKWARD)
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _QUANTILE_NAMES = ("50 %", "90 %", "99 %", "max")
 
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kernel",
         action="append",
-        choices=(*_ON_CPU, *KERNEL_NAMES, STANDARD),
+        choices=(*_ON_CPU, *_ON_GPU, STANDARD),
         help="hold only this kernel; may be repeated",
     )
     add(
@@ -125,7 +128,7 @@ def _backends(kernels: Collection[str] | None) -> list[Backend]:
 def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]:
     """Those that one of the kernels takes."""
     takes: dict[str, tuple[str, ...]] = dict.fromkeys((*_ON_CPU, STANDARD), FLOATS)
-    for spec in KERNELS:
+    for spec in (*KERNELS, *BACKWARD_KERNELS["keys"]):
         takes[spec.name] = (*takes.get(spec.name, ()), *spec.dtypes)
     taken = {dtype for kernel in kernels or takes for dtype in takes[kernel]}
     found = [dtype for dtype in dtypes if dtype in taken]
@@ -140,7 +143,7 @@ def _algorithms(algorithms: Sequence[str] | None, kernels: Collection[str] | Non
     if algorithms or kernels is None:
         return algorithms or ALGORITHMS
     of = {**dict.fromkeys(_ON_CPU, "fa2"), STANDARD: "standard"}
-    of |= {spec.name: spec.algorithm for spec in KERNELS}
+    of |= {spec.name: spec.algorithm for spec in (*KERNELS, *BACKWARD_KERNELS["keys"])}
     return sorted({of[kernel] for kernel in kernels})
 
 

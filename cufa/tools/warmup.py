@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--return-lse", choices=_ANSWERS, default="no", help="default: no")
     for name, feature in _SWITCHES.items():
         add(f"--{name}", action="store_true", help=f"calls will have {feature}")
+    add("--gradients", action="store_true", help="calls will want gradients")
     add("--bias", choices=FLOAT_DTYPES, help="calls will have a bias of this dtype")
 
 

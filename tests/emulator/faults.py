@@ -131,6 +131,25 @@ def _masks() -> dict[str, tuple[Case, ...]]:
     }
 
 
+def _backward(**fields: object) -> dict[str, tuple[Case, ...]]:
+    """Tiles of 64 queries and 64 keys."""
+
+    def case(seqlen_q: int, seqlen_k: int, **more: object) -> Case:
+        sizes = {"head_dim": 32, "head_dim_v": 32, "dtype": "float32"}
+        return _case(seqlen_q, seqlen_k, **{**sizes, **fields, **more})
+
+    return {
+        "plain": (case(65, 129, batch=2), case(130, 70)),
+        "grouped": (case(20, 33, kv_heads=2),),
+        "causal": (case(129, 129, causal=True), case(150, 70, causal=True)),
+        "window": (case(130, 255, window=(40, 20)),),
+        "narrow": (case(20, 65, head_dim=24),),
+        "dead rows": (case(40, 65, mask=(True,) * 4, dead_rows=True),),
+        "softcap": (case(40, 65, softcap=0.5),),
+        "repeated": (case(70, 65, batch=2, bias=(False,) * 4),),
+    }
+
+
 _LINEAR = linear_attention.Problem
 Problem = Case | _LINEAR
 #: By kernel, and dtype if it is served differently.
@@ -151,6 +170,12 @@ PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     "fa1_fwd_simt": _attention("float32"),
     "fa3_fwd_sm90": _hopper(),
     "fa3_fwd_sm90 mask": _masks(),
+    "fa2_bwd_simt": _backward(),
+    "fa2_bwd_dq_simt": _backward(),
+    "fa2_bwd_dbias_simt": _backward(bias=(True,) * 4, hidden=0.0),
+    "bwd_rows": _backward(),
+    "bwd_queries": _backward(),
+    "bwd_sink": _backward(sink=True),
     "linear_attention_sm90": {
         "plain": (_LINEAR(), _LINEAR(2, 2, 2, seqlen_q=129, seqlen_k=321)),
     },

@@ -21,16 +21,16 @@ FA2_FWD = (
     Fault("heads that share keys drop the same",           WRONG,      "dropout",
           _DROP, "tile.batch, tile.head, row", "tile.batch, tile.kv_head, row"),
     Fault("all tiles of queries drop the same",            WRONG,      "dropout",
-          _DROP, "row = tile.row0 + s.row(r)", "row = s.row(r)"),
+          _DROP, "row = tile.row0 + Fragment::row", "row = Fragment::row"),
     Fault("all blocks of keys drop the same",              WRONG,      "dropout",
-          _DROP, "key = key0 + s.col(first + c)", "key = s.col(first + c)"),
+          _DROP, "key = key0 + Fragment::col", "key = Fragment::col"),
     Fault("rows 8 apart drop the same",                    WRONG,      "dropout",
-          _DROP, "kRowStep == 2 ? down :", "kRowStep == 2 ? 0 :"),
+          _DROP, "Fragment::kRowHalf ? (kByRow ? i : j) :", "Fragment::kRowHalf ? 0 :"),
     Fault("columns 8 apart change places",                 WRONG,      "dropout",
-          _DROP, "<< (c + 2 * right)", "<< (c + 2 * !right)"),
+          _DROP, "<< (b + j * kBitHalf)", "<< (b + !j * kBitHalf)"),
     Fault("turns come in the other order",                 WRONG,      "dropout",
-          _DROP, "first = kCols - kTurn; first >= 0; first -= kTurn",
-          "first = 0; first < kCols; first += kTurn"),
+          _DROP, "first = kBits - kTurn; first >= 0; first -= kTurn",
+          "first = 0; first < kBits; first += kTurn"),
     Fault("the upper half of the seed does not count",     WRONG,      "dropout",
           "attn/dropout.cuh", "u32(seed >> 32)", "0"),
     Fault("one round too few",                             WRONG,      "dropout",
@@ -40,7 +40,8 @@ FA2_FWD = (
 )
 FA2_FWD_FLOAT32 = (
     Fault("columns side by side take each other's words",  WRONG,      "dropout",
-          _DROP, "key = key0 + s.col(first + c)", "key = key0 + (s.col(first + c) ^ 1)"),
+          _DROP, "key = key0 + Fragment::col(kByRow ? first + b : w)",
+          "key = key0 + (Fragment::col(kByRow ? first + b : w) ^ 1)"),
 )
 FA2_FWD_SIMT = (
     Fault("nothing is dropped",                            WRONG,      "dropout",
@@ -52,7 +53,7 @@ FA2_FWD_SIMT = (
 )
 FA1_FWD = (
     Fault("rows that lie elsewhere count as pairs",        WRONG,      "dropout",
-          "tile/mma_slices.cuh", "kRowPairs = false", "kRowPairs = true"),
+          "tile/mma_slices.cuh", "kRowHalf = 0", "kRowHalf = 1"),
     Fault("what is kept makes up for nothing",             WRONG,      "dropout",
           "attn/running_rows.cuh", "kSink || kDropout", "kSink"),
     Fault("tiles after the first drop as the first",       WRONG,      "dropout",

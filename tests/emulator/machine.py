@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,11 +11,21 @@ from typing import Any
 import numpy as np
 
 import cufa
-from cufa.arrays import Arrays, are_aligned, sign
+from cufa.arrays import Arrays, address_of, are_aligned, sign
 from cufa.gpu import launch
+from cufa.gpu.backward_plan import make_backward_plan
+from cufa.gpu.config import BWD_QUERIES, BWD_QUERIES_MMA, BWD_ROWS, BWD_SINK
 from cufa.gpu.device import Device
-from cufa.gpu.params import PARAMS, Buffers
+from cufa.gpu.params import BACKWARD_PARAMS, PARAMS, Buffers, GradientBuffers
 from cufa.gpu.plan import KernelKey, Step, make_key
+from cufa.gradients import (
+    BackwardSignature,
+    Gradients,
+    Saved,
+    make_backward_problem,
+    plain_wrt,
+    sign_backward,
+)
 from cufa.problem import Signature, make_problem
 from cufa.testing import numpy_dtype
 from emulator import build, run
@@ -28,6 +39,30 @@ _ACCESS = {
     "fa3_fwd_sm90": _OUTPUTS,
 }
 _ACCESS_OF_OTHERS = {**_OUTPUTS, "workspace": Access.THREAD_OWN}
+#: Of the backward pass.
+_RESULTS = ("dq", "dk", "dv", "dbias", "dsink")
+_QUERIES = (BWD_QUERIES, BWD_QUERIES_MMA)
+
+
+def _stored(key: KernelKey) -> list[str]:
+    """What a kernel of the backward pass stores."""
+    if key.kernel == BWD_ROWS:
+        return []
+    if key.kernel in _QUERIES or key.kernel.startswith("fa2_bwd_dq"):
+        return ["dq"]
+    if key.result:
+        return ["dsink" if key.kernel == BWD_SINK else "dbias"]
+    return [name for name in ("dk", "dv") if getattr(key, name)]
+
+
+def _access_of_workspace(key: KernelKey) -> tuple[Access | None, Access | None]:
+    """What it does to lse and D there, and to the sums of dQ."""
+    if key.kernel == BWD_ROWS:
+        return Access.WRITE_ONCE, Access.WRITE_ONCE if key.dq else None
+    if key.kernel in _QUERIES:
+        return None, Access.READ
+    adds = key.dq and _stored(key) != ["dq"]
+    return Access.READ, Access.ADD if adds else None
 
 
 class Emulator:
@@ -84,7 +119,41 @@ class Emulator:
                 access = accesses.get(name, Access.READ)
                 if access is not None:
                     arrays[name] = (a, access)
-        self.counts = run.run(
+        self.counts = self._run(kernel, params, step, arrays)
+        self._check_tickets(buffers)
+
+    def launch_backward(
+        self,
+        kernel: Any,
+        step: Step,
+        buffers: Buffers,
+        gradients: GradientBuffers,
+        seed: Any = None,
+    ) -> None:
+        params = step.params.view(BACKWARD_PARAMS).copy()
+        params["forward"]["dropout_seed"] = 0 if seed is None else seed
+        given = {name: a for name, a in buffers._asdict().items() if a is not None}
+        results = {name: a for name, a in gradients._asdict().items() if a is not None}
+        for name, a in given.items():
+            params["forward"][name] = a.ctypes.data
+        for name, a in results.items():
+            params[name] = a.ctypes.data
+        inputs = {n: a for n, a in (given | results).items() if n not in _RESULTS}
+        arrays = {n: (a, Access.READ) for n, a in inputs.items() if n != "workspace"}
+        arrays |= {n: (results[n], Access.WRITE_ONCE) for n in _stored(step.key)}
+        p = params[0]
+        rows = int(2 * p["batch"] * p["forward"]["heads"]["value"] * p["padded_rows"])
+        whole = np.empty(0) if buffers.workspace is None else buffers.workspace
+        parts = whole[:rows], whole[rows:]
+        for name, part, access in zip(
+            ("lse and D", "sums of dQ"), parts, _access_of_workspace(step.key), strict=True
+        ):
+            if access is not None:
+                arrays[name] = (part, access)
+        self.counts = self._run(kernel, params, step, arrays)
+
+    def _run(self, kernel: Any, params: Any, step: Step, arrays: Any) -> Counts:
+        return run.run(
             kernel,
             params,
             (step.grid,),
@@ -95,6 +164,8 @@ class Emulator:
             checked=self.mode in build.CHECKED_MODES,
             blocks_per_sm=step.key.config.blocks_per_sm,
         )
+
+    def _check_tickets(self, buffers: Buffers) -> None:
         if buffers.tickets is not None and buffers.tickets.any():
             text = f"tickets end at {int(buffers.tickets[0])}; the next launch begins at 0"
             raise KernelError(Kind.OUTPUT, text)
@@ -115,6 +186,53 @@ def kernel_key(machine: Emulator, q: Any, k: Any, v: Any, **options: Any) -> Ker
     """The unit that such a call runs."""
     call, _ = _signed(q, k, v, **options)
     return make_key(make_problem(call), machine.device(call.q.device))
+
+
+def attention_backward(machine: Emulator, *arrays: Any, **options: Any) -> Gradients:
+    """`cufa.attention_backward` on NumPy arrays, computed by an emulated card."""
+    seed = options.get("dropout_seed")
+    return launch.run_backward(machine, *_signed_backward(*arrays, **options), seed)
+
+
+def attention_vjp(
+    machine: Emulator,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    wrt: Any = None,
+    deterministic: bool = False,
+    **options: Any,
+) -> tuple[Any, Callable[..., Gradients]]:
+    """`cufa.attention_vjp` likewise."""
+    asked = options.pop("return_lse", False)
+    out, lse = attention(machine, q, k, v, return_lse=True, **options)
+    how = {**options, "wrt": wrt, "deterministic": deterministic}
+
+    def vjp(dout: Any, dlse: Any = None) -> Gradients:
+        return attention_backward(machine, dout, q, k, v, out, lse, dlse=dlse, **how)
+
+    return ((out, lse) if asked else out), vjp
+
+
+def backward_keys(machine: Emulator, *arrays: Any, **options: Any) -> list[KernelKey]:
+    """The units that such a call runs, in order."""
+    call, *_ = _signed_backward(*arrays, **options)
+    plan = make_backward_plan(make_backward_problem(call), machine.device(0))
+    return [step.key for step in plan.steps]
+
+
+def _signed_backward(*arrays: Any, **options: Any) -> tuple[BackwardSignature, Arrays, Saved]:
+    given = inspect.signature(cufa.attention_backward).bind(*arrays, **options)
+    given.apply_defaults()
+    of_call = given.arguments
+    held = Arrays(**{name: of_call.pop(name) for name in Arrays._fields if name != "out"})
+    saved = Saved(**{name: of_call.pop(name) for name in Saved._fields})
+    names, deterministic = plain_wrt(of_call.pop("wrt"), held), of_call.pop("deterministic")
+    forward = sign(held, **of_call, return_lse=True)._replace(aligned=are_aligned(held))
+    call = sign_backward(forward, saved, names, deterministic)
+    aligned = (address_of(saved.dout) | address_of(saved.out)) % 16 == 0
+    return call._replace(aligned=aligned), held, saved
 
 
 def _signed(q: Any, k: Any, v: Any, **options: Any) -> tuple[Signature, Arrays]:

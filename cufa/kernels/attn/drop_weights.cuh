@@ -3,49 +3,72 @@
 #include "attn/dropout.cuh"
 #include "attn/tile.cuh"
 
-// What makes up for the weights that are dropped: the output is multiplied by it, at its end.
+// What makes up for the weights that are dropped: what is kept is multiplied by it, as late as can
+// be.
 DEVICE Real kept_scale(const Params& p) { return kDropout ? Real(p.kept_scale) : Real(1); }
 
-// Weights that dropout drops become 0. The row sums have been taken by then: they are those of all
-// weights. key0 is the key of column 0.
+// Which weights of a fragment dropout keeps: a word for each row and a bit for each column, or the
+// other way round where there are more rows. key0 is the key of column 0.
 //
 // One counter serves two rows and two columns, where a thread holds them. In a loop, and bit by bit
 // first, since random words for all of a fragment at once would need more registers than there are.
+template <class Fragment> struct KeptWeights {
+  static constexpr bool kByRow = Fragment::kCols >= Fragment::kRows;
+  static constexpr int kWords = kByRow ? Fragment::kRows : Fragment::kCols;
+  static constexpr int kBits = kByRow ? Fragment::kCols : Fragment::kRows;
+  static constexpr int kWordHalf = kByRow ? Fragment::kRowHalf : Fragment::kColHalf;
+  static constexpr int kBitHalf = kByRow ? Fragment::kColHalf : Fragment::kRowHalf;
+  static constexpr int kTurn = max_of(1, 2 * kBitHalf);  // bits of a turn: whole pairs
+  static_assert(kBits <= 32 && kBits % kTurn == 0);
+
+  u32 words[kWords];
+
+  DEVICE KeptWeights(const Params& p, const Tile& tile, int key0) {
+    if constexpr (!kDropout) return;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) words[w] = 0;
+#pragma unroll 1
+    for (int first = kBits - kTurn; first >= 0; first -= kTurn) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) words[w] <<= kTurn;
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        if (kWordHalf && w / max_of(1, kWordHalf) % 2) continue;  // the second of a pair
+#pragma unroll
+        for (int b = 0; b < max_of(1, kBitHalf); ++b) {
+          const int row = tile.row0 + Fragment::row(kByRow ? w : first + b);
+          const int key = key0 + Fragment::col(kByRow ? first + b : w);
+          const DropoutBits bits = dropout_bits(p.dropout_seed, tile.batch, tile.head, row, key);
+#pragma unroll
+          for (int i = 0; i < (kWordHalf ? 2 : 1); ++i)
+#pragma unroll
+            for (int j = 0; j < (kBitHalf ? 2 : 1); ++j) {
+              const bool lower = Fragment::kRowHalf ? (kByRow ? i : j) : row >> 3 & 1;
+              const bool second = Fragment::kColHalf ? (kByRow ? j : i) : key >> 3 & 1;
+              const bool keep = bits.keep(lower, second, p.dropout_threshold);
+              words[w + i * kWordHalf] |= u32(keep) << (b + j * kBitHalf);
+            }
+        }
+      }
+    }
+  }
+
+  DEVICE bool at(int r, int c) const { return words[kByRow ? r : c] >> (kByRow ? c : r) & 1; }
+
+  // What is dropped becomes 0.
+  DEVICE void drop(Fragment& s) const {
+    if constexpr (!kDropout) return;
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < Fragment::kCols; ++c)
+        if (!at(r, c)) s.at(r, c) = 0;
+  }
+};
+
+// Weights that dropout drops become 0. The row sums have been taken by then: they are those of all
+// weights.
 template <class Fragment>
 DEVICE void drop_weights(Fragment& s, const Params& p, const Tile& tile, int key0) {
-  if constexpr (!kDropout) return;
-  constexpr int kRows = Fragment::kRows, kCols = Fragment::kCols;
-  constexpr int kRowStep = Fragment::kRowPairs ? 2 : 1, kColStep = Fragment::kColPairs ? 2 : 1;
-  constexpr int kTurn = kColStep * kColStep;  // columns: two pairs, side by side
-  static_assert(kCols <= 32 && kCols % kTurn == 0 && kRows % kRowStep == 0);
-
-  u32 kept[kRows];  // bit c for column c
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) kept[r] = 0;
-#pragma unroll 1
-  for (int first = kCols - kTurn; first >= 0; first -= kTurn) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) kept[r] <<= kTurn;
-#pragma unroll
-    for (int r = 0; r < kRows; r += kRowStep)
-#pragma unroll
-      for (int c = 0; c < kColStep; ++c) {
-        const int row = tile.row0 + s.row(r), key = key0 + s.col(first + c);
-        const DropoutBits bits = dropout_bits(p.dropout_seed, tile.batch, tile.head, row, key);
-#pragma unroll
-        for (int down = 0; down < kRowStep; ++down)
-#pragma unroll
-          for (int right = 0; right < kColStep; ++right) {
-            const bool lower = kRowStep == 2 ? down : row >> 3 & 1;
-            const bool second = kColStep == 2 ? right : key >> 3 & 1;
-            const bool keep = bits.keep(lower, second, p.dropout_threshold);
-            kept[r + down] |= u32(keep) << (c + 2 * right);
-          }
-      }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r)
-#pragma unroll
-    for (int c = 0; c < kCols; ++c)
-      if (!(kept[r] >> c & 1)) s.at(r, c) = 0;
+  KeptWeights<Fragment>(p, tile, key0).drop(s);
 }

@@ -3,17 +3,19 @@
 #include "attn/tile.cuh"
 #include "base/math.cuh"
 
-template <class Output> DEVICE void store_output(Output& o, const Params& p, const Tile& tile) {
+// Rows row0 and on of a matrix [rows][cols]; `place(row)` is where one begins.
+template <class Output, class Place>
+DEVICE void store_rows(Output& o, int row0, int rows, int cols, Place place) {
   constexpr int kRun = Output::kRun;
 #pragma unroll
   for (int r = 0; r < Output::kRows; ++r) {
-    const int row = tile.row0 + o.row(r);
-    if (row >= p.seqlen_q) continue;
-    Elem* out = tile.o(p) + row * p.o_stride.row;
+    const int row = row0 + o.row(r);
+    if (row >= rows) continue;
+    Elem* out = place(row);
 #pragma unroll
     for (int c = 0; c < Output::kCols; c += kRun) {
       const int col = o.col(c);
-      if (kAligned && col + kRun <= p.head_dim_v) {
+      if (kAligned && col + kRun <= cols) {
         Vec<Elem, kRun> run;
 #pragma unroll
         for (int i = 0; i < kRun; ++i) run.x[i] = to_elem(o.at(r, c + i));
@@ -21,10 +23,15 @@ template <class Output> DEVICE void store_output(Output& o, const Params& p, con
       } else {
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
-          if (col + i < p.head_dim_v) out[col + i] = to_elem(o.at(r, c + i));
+          if (col + i < cols) out[col + i] = to_elem(o.at(r, c + i));
       }
     }
   }
+}
+
+template <class Output> DEVICE void store_output(Output& o, const Params& p, const Tile& tile) {
+  store_rows(o, tile.row0, p.seqlen_q, p.head_dim_v,
+             [&](int row) { return tile.o(p) + row * p.o_stride.row; });
 }
 
 // Whether every result is finite, and 0 or no smaller than `least`.

@@ -55,3 +55,18 @@ struct Params {
   u32 dropout_threshold;  // what their words are at least
 };
 static_assert(sizeof(Params) == kParamsBytes, "gpu/params.py mirrors this struct");
+
+// Of the backward pass; o and lse above are what the forward pass has left, and the workspace is
+// attn/backward_rows.cuh's.
+struct BackwardParams : Params {
+  const void *dout, *dlse;             // dlse may be null: 0
+  void *dq, *dk, *dv, *dbias, *dsink;  // null: not wanted
+
+  Strides dout_stride, dq_stride, dk_stride, dv_stride;
+  ScoreStrides dbias_stride;  // 0 along axes that the bias is repeated along
+
+  Divisor kv_heads;
+  i32 batch;
+  i32 padded_rows;  // of a head in the workspace, seqlen_q of which exist; a multiple of 128
+};
+static_assert(sizeof(BackwardParams) == kBackwardParamsBytes, "gpu/params.py mirrors this too");

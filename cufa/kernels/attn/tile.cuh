@@ -30,10 +30,23 @@ struct Tile {
     return tile;
   }
 
+  // Rows row0 and on of a head that is known.
+  DEVICE static Tile of(int batch, int head, int kv_head, int row0) {
+    Tile tile;
+    tile.batch = batch, tile.head = head, tile.kv_head = kv_head, tile.row0 = row0;
+    return tile;
+  }
+
   DEVICE const Elem* q(const Params& p) const { return matrix(p.q, p.q_stride, head); }
   DEVICE const Elem* k(const Params& p) const { return matrix(p.k, p.k_stride, kv_head); }
   DEVICE const Elem* v(const Params& p) const { return matrix(p.v, p.v_stride, kv_head); }
   DEVICE Elem* o(const Params& p) const { return const_cast<Elem*>(matrix(p.o, p.o_stride, head)); }
+  DEVICE const Elem* dout(const BackwardParams& p) const {
+    return matrix(p.dout, p.dout_stride, head);
+  }
+  DEVICE Elem* dq(const BackwardParams& p) const {
+    return const_cast<Elem*>(matrix(p.dq, p.dq_stride, head));
+  }
 
  private:
   Tile() = default;

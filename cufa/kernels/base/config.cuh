@@ -22,6 +22,10 @@ constexpr bool kSoftcap = CUFA_SOFTCAP;
 constexpr bool kSink = CUFA_SINK;
 constexpr bool kDropout = CUFA_DROPOUT;
 constexpr bool kLse = CUFA_LSE;              // lse is wanted
+constexpr bool kDq = CUFA_DQ;                // of the backward pass: this kernel adds to dQ,
+constexpr bool kDk = CUFA_DK;                // stores dK,
+constexpr bool kDv = CUFA_DV;                // stores dV,
+constexpr DType kResult = DType(CUFA_RESULT);  // stores dbias or dsink in this type
 constexpr bool kFoldScale = CUFA_FOLD_SCALE; // scores stay raw q.k; the exponent carries the scale
 
 // The tile
@@ -35,5 +39,6 @@ constexpr int kBlocksPerSm = CUFA_BLOCKS_PER_SM;
 constexpr int kSmemBytes = CUFA_SMEM_BYTES;
 constexpr int kStateBytes = CUFA_STATE_BYTES;  // in global memory, for each query tile
 constexpr int kParamsBytes = CUFA_PARAMS_BYTES;
+constexpr int kBackwardParamsBytes = CUFA_BACKWARD_PARAMS_BYTES;
 
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims come rounded up to 32");

@@ -23,14 +23,15 @@ template <DType kFrom> DEVICE Real to_real(typename Storage<kFrom>::type x) {
 }
 
 // Rounds to nearest, ties to even.
-DEVICE Elem to_elem(Real x) {
-  if constexpr (kDType == kFloat16) {
-    return ptx::cvt_rn_f16_f32(x);
-  } else if constexpr (kDType == kBFloat16) {  // by hand: the instruction came with sm_80
-    const u32 bits = ptx::mov_b32(x);
+template <DType kTo> DEVICE typename Storage<kTo>::type from_real(Real x) {
+  if constexpr (kTo == kFloat16) {
+    return ptx::cvt_rn_f16_f32(f32(x));
+  } else if constexpr (kTo == kBFloat16) {  // by hand: the instruction came with sm_80
+    const u32 bits = ptx::mov_b32(f32(x));
     const bool nan = (bits & 0x7fffffff) > 0x7f800000;
-    return Elem(nan ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    return u16(nan ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   } else {
-    return x;
+    return typename Storage<kTo>::type(x);
   }
 }
+DEVICE Elem to_elem(Real x) { return from_real<kDType>(x); }

@@ -22,9 +22,8 @@ template <int kRowTiles, int kColTiles> struct MmaFragment {
   static constexpr int kRows = 2 * kRowTiles, kCols = 2 * kColTiles;  // held by one lane
   static constexpr int kRowLanes = 4;                                 // lanes that share a row
   static constexpr int kRun = 2;                                      // columns side by side
-  // Whether rows r and r + 1 (of even r), columns c and c + 2 (of c % 4 < 2) are the same places in
-  // the two halves of 16 rows, of 16 columns.
-  static constexpr bool kRowPairs = true, kColPairs = true;
+  // How far on the same place is in the second half of 16 rows, of 16 columns; 0: not in this lane.
+  static constexpr int kRowHalf = 1, kColHalf = 2;
 
   f32 x[kRowTiles][kColTiles][4];
 
@@ -57,33 +56,82 @@ DEVICE u32 pack(f32 lo, f32 hi) {
   else return ptx::cvt_rn_f16x2_f32(lo, hi);
 }
 
-// s = a b^T: a [this warp's rows][kDepth], b [kColTiles * 8][kDepth], both in shared memory.
-template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
-DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a,
-                      SwizzledTile<kColTiles * 8, kDepth> b) {
-  using A = SwizzledTile<kRowsA, kDepth>;
-  using B = SwizzledTile<kColTiles * 8, kDepth>;
-  const auto a_from = a.origin(16 * kRowTiles * warp() + (lane() & 15), lane() >> 4);
+// Both numbers of a pair, the lower half first.
+DEVICE Vec<f32, 2> unpack(u32 pair) {
+  if constexpr (kDType == kBFloat16)
+    return {ptx::mov_f32(pair << 16), ptx::mov_f32(pair & 0xffff0000)};
+  else return {ptx::cvt_f32_f16(u16(pair)), ptx::cvt_f32_f16(u16(pair >> 16))};
+}
+
+// Where a lane reads a tile. kApart: the tile's address is kept from the lane's place in it, which
+// then takes registers once for all tiles.
+template <bool kApart, int kRows, int kCols> struct TileReader {
+  using Tile = SwizzledTile<kRows, kCols>;
+
+  u32 base;
+  typename Tile::Origin from;
+
+  DEVICE TileReader(Tile tile, int row, int chunk)
+      : base(kApart ? tile.base : 0), from(Tile{tile.base - base}.origin(row, chunk)) {}
+
+  DEVICE u32 at(int down, int step) const { return base + Tile::at(from, down, step); }
+};
+
+// x += a b^T for rows a_row .. of a and b_row .. of b, both in shared memory; b_row, a multiple of
+// 8, is known at compile time.
+template <bool kApart, int kRowTiles, int kColTiles, int kRowsA, int kRowsB, int kDepth>
+DEVICE void add_nt(f32 (&x)[kRowTiles][kColTiles][4], SwizzledTile<kRowsA, kDepth> a, int a_row,
+                   SwizzledTile<kRowsB, kDepth> b, int b_row) {
+  const TileReader<kApart, kRowsA, kDepth> a_rows(a, a_row + (lane() & 15), lane() >> 4);
   // The two halves of k of one 8-column tile land in adjacent registers, as the instruction takes
   // them; any other order costs two moves a tile.
-  const auto b_from = b.origin((lane() & 7) + (lane() >> 4) * 8, lane() >> 3 & 1);
-  s.clear();
+  const TileReader<kApart, kRowsB, kDepth> b_rows(b, (lane() & 7) + (lane() >> 4) * 8,
+                                                  lane() >> 3 & 1);
 #pragma unroll
   for (int k = 0; k < kDepth / 16; ++k) {
     u32 a_frag[kRowTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x4(a_frag[m], A::at(a_from, 16 * m, k));
+    for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x4(a_frag[m], a_rows.at(16 * m, k));
 #pragma unroll
     for (int n = 0; n < kColTiles / 2; ++n) {
       u32 b_frag[4];  // two 8-column tiles
-      ptx::ldmatrix_x4(b_frag, B::at(b_from, 16 * n, k));
+      ptx::ldmatrix_x4(b_frag, b_rows.at(b_row + 16 * n, k));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        mma(s.x[m][2 * n], a_frag[m], b_frag[0], b_frag[1]);
-        mma(s.x[m][2 * n + 1], a_frag[m], b_frag[2], b_frag[3]);
+        mma(x[m][2 * n], a_frag[m], b_frag[0], b_frag[1]);
+        mma(x[m][2 * n + 1], a_frag[m], b_frag[2], b_frag[3]);
       }
     }
   }
+}
+
+// x += p v for rows row .. row + kSteps * 16 - 1 of v, in shared memory, and the columns that it
+// has; `row`, a multiple of 16, is known at compile time.
+template <bool kApart, int kRowTiles, int kColTiles, int kSteps, int kRowsV, int kColsV>
+DEVICE void add_nn(f32 (&x)[kRowTiles][kColTiles][4], const OperandFragment<kRowTiles, kSteps>& p,
+                   SwizzledTile<kRowsV, kColsV> v, int row) {
+  static_assert(kColsV <= kColTiles * 8 && kSteps * 16 <= kRowsV);
+  const TileReader<kApart, kRowsV, kColsV> v_rows(v, lane() & 15, lane() >> 4);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int n = 0; n < kColsV / 16; ++n) {
+      u32 v_frag[4];
+      ptx::ldmatrix_x4_trans(v_frag, v_rows.at(row + 16 * k, n));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        mma(x[m][2 * n], p.x[m][k], v_frag[0], v_frag[1]);
+        mma(x[m][2 * n + 1], p.x[m][k], v_frag[2], v_frag[3]);
+      }
+    }
+}
+
+// s = a b^T: a [this warp's rows][kDepth], b [kColTiles * 8][kDepth], both in shared memory.
+template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
+DEVICE void matmul_nt(MmaFragment<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a,
+                      SwizzledTile<kColTiles * 8, kDepth> b) {
+  s.clear();
+  add_nt<false>(s.x, a, 16 * kRowTiles * warp(), b, 0);
 }
 
 // o += p v: v [kSteps * 16][kColTiles * 8] in shared memory.
@@ -91,20 +139,7 @@ template <int kRowTiles, int kColTiles, int kSteps>
 DEVICE void matmul_nn(MmaFragment<kRowTiles, kColTiles>& o,
                       const OperandFragment<kRowTiles, kSteps>& p,
                       SwizzledTile<kSteps * 16, kColTiles * 8> v) {
-  using V = SwizzledTile<kSteps * 16, kColTiles * 8>;
-  const auto v_from = v.origin(lane() & 15, lane() >> 4);
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-    for (int n = 0; n < kColTiles / 2; ++n) {
-      u32 v_frag[4];
-      ptx::ldmatrix_x4_trans(v_frag, V::at(v_from, 16 * k, n));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        mma(o.x[m][2 * n], p.x[m][k], v_frag[0], v_frag[1]);
-        mma(o.x[m][2 * n + 1], p.x[m][k], v_frag[2], v_frag[3]);
-      }
-    }
+  add_nn<false>(o.x, p, v, 0);
 }
 
 // Rounds P to 16 bits. The accumulator layout of one product is the A layout of the next: lanes

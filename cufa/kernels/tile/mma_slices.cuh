@@ -13,7 +13,7 @@ static_assert((kBlockM & (kBlockM - 1)) == 0 && kOwnRows % 8 == 0 && kSlice % 16
 DEVICE int own_first(int row) { return (kOwnRows * warp() + row) & (kBlockM - 1); }
 
 struct SliceScores : MmaFragment<kBlockM / 16, kSlice / 8> {
-  static constexpr bool kRowPairs = false;  // the first row may be in the lower half of 16
+  static constexpr int kRowHalf = 0;  // the first row may be in the second half of 16
 
   DEVICE static int row(int r) { return own_first(lane() / 4 + 8 * r); }
   DEVICE static int col(int c) { return kSlice * warp() + MmaFragment::col(c); }

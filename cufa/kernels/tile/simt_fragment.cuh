@@ -1,4 +1,4 @@
-// Register fragments on CUDA cores and the two matrix products of attention on them.
+// Register fragments on CUDA cores and the matrix products of attention on them.
 #pragma once
 #include "tile/padded_tile.cuh"
 
@@ -9,7 +9,7 @@ constexpr int kColumnLanes = 16;  // half a warp shares its rows and divides the
 template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
   static constexpr int kRows = kRows_, kCols = kCols_, kRun = kRun_;
   static constexpr int kRowLanes = kColumnLanes;
-  static constexpr bool kRowPairs = false, kColPairs = false;
+  static constexpr int kRowHalf = 0, kColHalf = 0;
   static_assert(kCols % kRun == 0);
 
   Real x[kRows][kCols];
@@ -28,11 +28,11 @@ template <int kRows_, int kCols_, int kRun_> struct SimtFragment {
 };
 
 // s = a b^T: a [rows][kDepth], b [columns][kDepth], both in shared memory.
-template <int kRows, int kCols, int kRowsA, int kRowsB, int kDepth>
+template <int kSteps = 1, int kRows, int kCols, int kRowsA, int kRowsB, int kDepth>
 DEVICE void matmul_nt(SimtFragment<kRows, kCols, 1>& s, PaddedTile<kRowsA, kDepth> a,
                       PaddedTile<kRowsB, kDepth> b) {
   s.clear();
-#pragma unroll 1
+#pragma unroll kSteps
   for (int d = 0; d < kDepth; d += kRealVec) {
     RealVec a_run[kRows];
 #pragma unroll
@@ -70,7 +70,31 @@ DEVICE void matmul_nn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kRowsP, kD
   }
 }
 
-// Puts P where matmul_nn reads it.
+// o += p^T x: p [kDepth][rows], x [kDepth][columns], both in shared memory.
+template <int kRows, int kCols, int kRun, int kRowsP, int kDepth, int kColsX>
+DEVICE void matmul_tn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kDepth, kRowsP> p,
+                      PaddedTile<kDepth, kColsX> x) {
+  constexpr int kRunP = min_of(kRows, kRealVec);
+  static_assert(kRows % kRunP == 0 && (kRunP & (kRunP - 1)) == 0);
+#pragma unroll 4
+  for (int i = 0; i < kDepth; ++i) {
+    Vec<Real, kRunP> p_run[kRows / kRunP];
+#pragma unroll
+    for (int r = 0; r < kRows; r += kRunP)
+      p_run[r / kRunP] = p.template run<kRunP>(i, o.row(r));
+#pragma unroll
+    for (int c = 0; c < kCols; c += kRun) {
+      const Vec<Real, kRun> x_run = x.template run<kRun>(i, o.col(c));
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+#pragma unroll
+        for (int e = 0; e < kRun; ++e)
+          o.x[r][c + e] += p_run[r / kRunP].x[r % kRunP] * x_run.x[e];
+    }
+  }
+}
+
+// Puts P where matmul_nn and matmul_tn read it.
 template <int kRows, int kCols, int kRowsP, int kDepth>
 DEVICE void store_tile(PaddedTile<kRowsP, kDepth> p, SimtFragment<kRows, kCols, 1>& s) {
 #pragma unroll

@@ -4,6 +4,7 @@
 // swizzle of 128 bytes.
 #pragma once
 #include "base/dtype.cuh"
+#include "ptx/thread.cuh"
 
 constexpr int kChunk = 16 / sizeof(Elem);  // elements
 
@@ -12,6 +13,12 @@ template <int kChunks> DEVICE u32 swizzled(u32 slab, int row, int chunk) {
   static_assert(kChunks == 8 || kChunks == 4);
   const int place = kChunks == 8 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3);
   return slab + row * (kChunks * 16) + place * 16;
+}
+
+// What is at an address of the shared window, for plain loads and stores.
+template <class T> DEVICE T& shared(u32 address) {
+  u8* smem = ptx::dynamic_smem();
+  return *reinterpret_cast<T*>(smem + (address - ptx::smem_address(smem)));
 }
 
 // Slabs of 128 bytes a row; a last one of 64 if that is what is left.

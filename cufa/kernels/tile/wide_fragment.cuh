@@ -15,7 +15,7 @@ template <int kRowTiles, int kColTiles, bool kPaired> struct WideFragment {
   static constexpr int kRows = 2 * kRowTiles, kCols = 2 * kColTiles;
   static constexpr int kRowLanes = 4;
   static constexpr int kRun = kChunk;
-  static constexpr bool kRowPairs = true, kColPairs = !kPaired;
+  static constexpr int kRowHalf = 1, kColHalf = kPaired ? 0 : 2;
 
   Real x[kRowTiles][kColTiles][4];
 

@@ -41,6 +41,8 @@ void mma_m8n8k4_f64(double (&d)[2], double a, double b);
 void ld_shared(void* to, uint32_t address, int bytes);
 
 uint32_t atom_inc(uint32_t* count, uint32_t last);
+void red_add(float* to, const float* x, int n);
+void red_add(double* to, double x);
 
 // Copies by the thread itself: they land at its wait.
 void cp_async(uint32_t dst, const void* src, int bytes, int src_bytes);

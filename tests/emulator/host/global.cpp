@@ -2,6 +2,7 @@
 #include "global.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "block.h"
 #include "launch.h"
@@ -121,6 +122,34 @@ uint32_t atom_inc(uint32_t* count_at, uint32_t last) {
   const uint32_t before = *count_at;
   *count_at = before >= last ? 0 : before + 1;
   return before;
+}
+
+namespace {
+
+float without_denormal(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? x * 0 : x; }
+
+template <class T>
+void check_red(const T* to, int bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % bytes)
+    fail(Kind::protocol, "red.add at %p: not a multiple of %d", static_cast<const void*>(to),
+         bytes);
+  add_global(to, bytes);
+  count("red.add");
+}
+
+}  // namespace
+
+void red_add(float* to, const float* x, int n) {
+  const Doing doing("red.add", __builtin_return_address(0));
+  check_red(to, n * int(sizeof *to));
+  for (int i = 0; i < n; ++i)
+    to[i] = without_denormal(without_denormal(to[i]) + without_denormal(x[i]));
+}
+
+void red_add(double* to, double x) {
+  const Doing doing("red.add", __builtin_return_address(0));
+  check_red(to, int(sizeof *to));
+  *to += x;
 }
 
 void begin_arrays() {

@@ -1,0 +1,67 @@
+// What the backward pass wants to know of each query row first, before any product.
+// Source: Dao, arXiv:2307.08691, Algorithm 2, lines 3 and 4.
+//
+//   in    o [B, H, Tq, Dv]   dout [B, H, Tq, Dv]   lse [B, H, Tq]   dlse [B, H, Tq] or none
+//   out   workspace          BackwardRows; sums of dQ are 0 if this kernel has kDq
+//   grid  B * H * padded rows / kBlockM          block kThreads; kRowLanes lanes share a row
+#include "attn/backward_rows.cuh"
+#include "ptx/thread.cuh"
+#include "tile/reduce.cuh"
+
+constexpr int kRun = kAligned ? 16 / sizeof(Elem) : 1;  // elements that a lane loads at once
+
+DEVICE constexpr int lanes_for(int runs) {
+  int lanes = 1;
+  while (lanes < 32 && 2 * lanes <= runs) lanes *= 2;
+  return lanes;
+}
+constexpr int kRowLanes = lanes_for(kHeadDimV / kRun);
+constexpr int kRowsAtOnce = kThreads / kRowLanes;
+static_assert(kBlockM % kRowsAtOnce == 0);
+
+// This lane's part of rowsum(dO * O).
+DEVICE Real dot_of(const Elem* dout, const Elem* o, int cols) {
+  Real sum = 0;
+#pragma unroll
+  for (int i = 0; i < kHeadDimV; i += kRowLanes * kRun) {
+    const int col = i + ptx::tid_x() % kRowLanes * kRun;
+    if (col + kRun <= cols) {
+      const auto a = *reinterpret_cast<const Vec<Elem, kRun>*>(dout + col);
+      const auto b = *reinterpret_cast<const Vec<Elem, kRun>*>(o + col);
+#pragma unroll
+      for (int e = 0; e < kRun; ++e) sum += to_real<kDType>(a.x[e]) * to_real<kDType>(b.x[e]);
+    } else {
+      for (int e = 0; col + e < cols; ++e)
+        sum += to_real<kDType>(dout[col + e]) * to_real<kDType>(o[col + e]);
+    }
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+bwd_rows(const __grid_constant__ BackwardParams p) {
+  const Tile tile(p, ptx::ctaid_x());
+  const BackwardRows rows(p, tile);
+  const i64 head = (i64(tile.batch) * p.heads.value + tile.head) * p.seqlen_q;
+#pragma unroll 1
+  for (int i = 0; i < kBlockM; i += kRowsAtOnce) {
+    const int row = tile.row0 + i + ptx::tid_x() / kRowLanes;
+    const bool exists = row < p.seqlen_q;
+    Real lse = infinity(), delta = 0;
+    if (exists) {
+      lse = static_cast<const Real*>(p.lse)[head + row];
+      delta = dot_of(tile.dout(p) + row * p.dout_stride.row, tile.o(p) + row * p.o_stride.row,
+                     p.head_dim_v);
+    }
+    delta = row_sum<kRowLanes>(delta);
+    if (ptx::tid_x() % kRowLanes != 0) continue;
+    if (exists && p.dlse) delta -= static_cast<const Real*>(p.dlse)[head + row];
+    const bool counts = exists && lse != -infinity();  // what comes back to others goes nowhere
+    rows.lse[row] = counts ? lse : infinity();
+    rows.delta[row] = counts ? delta : Real(0);
+  }
+  if constexpr (kDq) {
+    auto* sums = reinterpret_cast<Vec<Real, kRealVec>*>(rows.dq_sums + i64(tile.row0) * kHeadDim);
+    for (int i = ptx::tid_x(); i < kBlockM * kHeadDim / kRealVec; i += kThreads) sums[i] = {};
+  }
+}

@@ -1,0 +1,154 @@
+// FlashAttention-2, the pass back, on mma.sync tensor cores: float16 and bfloat16, sm_80 and later.
+// Source: Dao, arXiv:2307.08691, Algorithm 2; its line numbers stand below.
+//
+//   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   dout [B, H, Tq, Dv]
+//   work  base, delta [B, H, padded rows]       of bwd_rows.cu
+//   out   dk [B, Hkv, Tk, D]   dv [B, Hkv, Tk, Dv]
+//         sums of dQ [B, H, padded rows, D]     in the workspace, added to
+//   grid  B * Hkv * ceil(Tk / kBlockN)          block kThreads, two crews of warps: tile/crews.cuh
+//   smem  K and V; Q, dO, base and delta of two tiles; P and dS of one and of two
+//
+// One crew weighs: S^T, P^T and dV; the other has dP^T, dS^T and dK. Both multiply dS by K, a step
+// later: one barrier a step is enough, and one crew's exponentials run under the other's products.
+#include "attn/query_walk.cuh"
+#include "attn/row_numbers.cuh"
+#include "attn/score_changes.cuh"
+#include "attn/score_mod.cuh"
+#include "attn/store_pairs.cuh"
+#include "attn/weights.cuh"
+#include "tile/clear_rows.cuh"
+#include "tile/copy_async.cuh"
+#include "tile/crews.cuh"
+#include "tile/mma_grid.cuh"
+
+using TileK = SwizzledTile<kBlockN, kHeadDim>;
+using TileV = SwizzledTile<kBlockN, kHeadDimV>;
+using TileQ = SwizzledTile<kBlockM, kHeadDim>;
+using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
+using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
+// Queries whose scores a warp holds at once: up to 64 numbers a lane.
+constexpr int kQueries = min_of(kBlockM, 128 / kKeyTiles);
+using Scores = KeyScores<kQueries / 8>;
+using Sums = KeySums<kKeyTiles, max_of(kHeadDim, kHeadDimV) / 8>;
+
+// What a query tile has in shared memory: dS in one of two places, the others in one of kStages.
+struct Step {
+  static constexpr int kLoadedBytes = TileQ::kBytes + TileO::kBytes;
+  static constexpr int kBytes = 2 * TileS::kBytes + kStages * (kLoadedBytes + RowNumbers::kBytes);
+
+  TileS ds;
+  TileQ q;
+  TileO dout;
+  RowNumbers numbers;
+
+  // Step i; all have kBytes from `smem` on.
+  DEVICE Step(u32 smem, int i)
+      : ds{smem + i % 2 * TileS::kBytes},
+        q{smem + 2 * TileS::kBytes + i % kStages * kLoadedBytes},
+        dout{q.base + TileQ::kBytes},
+        numbers(smem + 2 * TileS::kBytes + kStages * kLoadedBytes +
+                i % kStages * RowNumbers::kBytes) {}
+
+  DEVICE void load_async(const BackwardParams& p, const Tile& rows) const {
+    copy_rows_async(q, rows.q(p), p.q_stride.row, rows.row0, p.seqlen_q, p.head_dim);
+    copy_rows_async(dout, rows.dout(p), p.dout_stride.row, rows.row0, p.seqlen_q, p.head_dim_v);
+    numbers.load_async(BackwardRows(p, rows), rows.row0);
+    ptx::cp_async_commit_group();
+  }
+};
+
+static_assert(kSmemBytes == TileK::kBytes + TileV::kBytes + Handover::kBytes + Step::kBytes,
+              "gpu/config.py");
+static_assert(kAligned && (kStages == 1 || kStages == 2));
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+fa2_bwd(const __grid_constant__ BackwardParams p) {
+  const KeyTile keys(p, ptx::ctaid_x());          // which keys, which head, which sequence
+  const int key0 = keys.key0();
+  const TileK k_smem{ptx::smem_address(ptx::dynamic_smem())};
+  const TileV v_smem{k_smem.base + TileK::kBytes};
+  const u32 handed = v_smem.base + TileV::kBytes, steps = handed + Handover::kBytes;
+  const Handover handover{&shared<Vec<u32, 4>>(handed)};
+  const auto add_dq = [&](const Step& of, const Tile& rows) {
+    if constexpr (!kDq) return;
+    f32* const sums = BackwardRows(p, rows).dq_sums + i64(rows.row0) * kHeadDim;
+    MmaGrid<kBlockM, kHeadDim> dq;
+#pragma unroll 1
+    for (int part = 0; part < dq.kParts; ++part) {
+      matmul_tn(dq, of.ds, k_smem, part);         // dS K
+      add_to(sums, dq, part);
+    }
+  };
+
+  const bool weighs = ptx::vote_any(warp() < kCrew);
+  const Real scale = exponent_scale(p);
+  Sums sums;                                      // dV of those who weigh, dK of the others
+  sums.clear();
+  int i = 0;
+  Tile before = Tile::of(0, 0, 0, 0);                       // rows of the step before
+  QueryWalk walk(p, keys);                        // queries that see none of the keys are left out
+  if (!walk.is_over()) {
+    copy_rows_async(k_smem, keys.k(p), p.k_stride.row, key0, p.seqlen_k, p.head_dim);
+    copy_rows_async(v_smem, keys.v(p), p.v_stride.row, key0, p.seqlen_k,
+                    p.head_dim_v);
+    Step(steps, 0).load_async(p, walk.rows());           // in one group with K and V
+  }
+  for (; !walk.is_over(); ++i) {
+    const Step now(steps, i), other(steps, i + 1);
+    const Tile rows = walk.rows();
+    if (kStages == 1 && i > 0) {
+      ptx::bar_sync();                            // Q and dO of the step before were used
+      now.load_async(p, rows);
+    }
+    ptx::cp_async_wait_group<0>();
+    // Q and dO are here, those of the step before were used; its dS is here.
+    if (ptx::bar_red_or(now.numbers.finds_empty_row())) {
+      clear_rows(now.dout, [&](int row) { return now.numbers.is_empty(row); });  // 0 * NaN is NaN
+      ptx::bar_sync();
+    }
+    walk.advance();
+    if (kStages == 2 && !walk.is_over()) other.load_async(p, walk.rows());  // under what follows
+
+#pragma unroll 1
+    for (int q = 0; q < kBlockM; q += kQueries) {
+      Scores s;
+      s.clear();
+      if (weighs) {
+        const Tile part = Tile::of(rows.batch, rows.head, rows.kv_head, rows.row0 + q);
+        add_nt<true>(s.x, k_smem, first_key(), now.q, q);          // S^T = K Q^T
+        Scores slope;
+        if constexpr (kSoftcap) slope_of_cap(slope, s, p);
+        score_mod(s, p, part, key0);
+        if (kMask || !walk.are_whole(part.row0, kQueries)) apply_mask(s, p, part, key0);
+        weigh(s, now.numbers.lse + q, scale);               // S becomes P
+        const auto weights = narrow(s);
+        if constexpr (kSoftcap) multiply(s, slope);
+        handover.give(kSoftcap ? narrow(s) : weights, q / 16);
+        Handover::arrive(q / kQueries);
+        if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, q);               // dV += P^T dO
+        if (q + kQueries == kBlockM && i > 0) add_dq(other, before);
+      } else {
+        if (q == 0 && i > 0) add_dq(other, before);
+        add_nt<true>(s.x, v_smem, first_key(), now.dout, q);       // dP^T = V dO^T
+        Handover::wait(q / kQueries);                        // P is here
+        const auto changes = score_changes(s, handover, now.numbers.delta + q, q / 16);
+        if constexpr (kDq) store_operand(now.ds, changes, q / 16);
+        if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);                  // dK += dS^T Q
+      }
+    }
+    before = rows;
+  }
+  ptx::bar_sync();                                // dS of the last step is here
+  if (i > 0) add_dq(Step(steps, i - 1), before);
+
+  if (weighs) {
+    if constexpr (kDv)
+      store_pairs(sums, keys.dv(p), p.dv_stride.row, key0,
+                 p.seqlen_k, p.head_dim_v);
+  } else if constexpr (kDk) {
+#pragma unroll
+    for (int r = 0; r < Sums::kRows; ++r) scale_row(sums, r, Real(p.scale));
+    store_pairs(sums, keys.dk(p), p.dk_stride.row, key0,
+               p.seqlen_k, p.head_dim);
+  }
+}
