@@ -341,8 +341,6 @@ def test_arguments_that_must_be_copied_are_and_errors_come_first() -> None:
     assert_right(replace(case, sink=True, extra_dtype="float64"), got)
     with pytest.raises(cufa.UnsupportedError, match="'fa1', which has no gradients"):
         attention_backward(machine, dout, q, k, v, out, lse, algorithm="fa1")
-    with pytest.raises(cufa.UnsupportedError, match="fa2_bwd_simt has no dropout yet"):
-        attention_backward(machine, dout, q, k, v, out, lse, dropout_p=0.1, dropout_seed=1)
     wide = [np.ones((4, 300), np.float32)] * 5
     with pytest.raises(cufa.UnsupportedError, match=r"(?s)no backward kernel .*head_dim up to 256"):
         attention_backward(machine, *wide, np.ones(4, np.float32))

@@ -64,6 +64,16 @@ template <class Fragment> struct KeptWeights {
       for (int c = 0; c < Fragment::kCols; ++c)
         if (!at(r, c)) s.at(r, c) = 0;
   }
+
+  // What is dropped, of numbers that are not negative, becomes negative: so one number says both.
+  DEVICE void mark(Fragment& s) const {
+    if constexpr (!kDropout) return;
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < Fragment::kCols; ++c)
+        if (!at(r, c)) s.at(r, c) = -s.at(r, c);
+  }
 };
 
 // Weights that dropout drops become 0. The row sums have been taken by then: they are those of all

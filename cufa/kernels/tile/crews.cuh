@@ -17,6 +17,7 @@ DEVICE int first_key() { return 16 * kKeyTiles * (warp() % kCrew); }
 // as in any fragment of scores.
 template <int kQueryTiles> struct KeyScores : MmaFragment<kKeyTiles, kQueryTiles> {
   static constexpr int kRows = 2 * kQueryTiles, kCols = 2 * kKeyTiles;
+  static constexpr int kRowHalf = 2, kColHalf = 1;
 
   DEVICE f32& at(int r, int c) { return this->x[c / 2][r / 2][2 * (c % 2) + r % 2]; }
   DEVICE static int row(int r) { return 2 * (lane() % 4) + 8 * (r / 2) + r % 2; }
