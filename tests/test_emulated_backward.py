@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,7 @@ import cufa
 from cufa import Gradients
 from cufa.gpu import backward_plan, config, plan
 from cufa.gpu.backward_plan import PLAIN_TILES, plain_key
-from cufa.gpu.config import BWD_ROWS, BWD_SINK, Scores, element_bytes
+from cufa.gpu.config import BWD_QUERIES, BWD_QUERIES_MMA, BWD_ROWS, BWD_SINK, Scores, element_bytes
 from cufa.gpu.device import Device
 from cufa.gpu.plan import KernelKey
 from cufa.gpu.registry import BACKWARD_KERNELS
@@ -169,11 +169,14 @@ def test_every_row_of_the_table_every_dtype_and_every_feature_is_sampled() -> No
 def units_around(kernel: str) -> list[KernelKey]:
     """Those of a kernel that sees no scores, which the cases below run."""
     found = []
-    for dtype in FLOAT_DTYPES:
-        for aligned in (False, True):
-            for dq in (False, True) if kernel == BWD_ROWS else (False,):
-                result = dtype if kernel == BWD_SINK else None
-                found.append(plain_key(kernel, 90, dtype, 64, 64, aligned, dq, result))
+    for dtype, aligned in product(FLOAT_DTYPES, (False, True)):
+        on_tensor_cores = aligned and dtype in FLOAT_DTYPES[:2]
+        if kernel == BWD_QUERIES_MMA and not on_tensor_cores:
+            continue
+        arch = 75 if kernel == BWD_QUERIES and on_tensor_cores else 90
+        for dq in (False, True) if kernel == BWD_ROWS else (False,):
+            result = dtype if kernel == BWD_SINK else None
+            found.append(plain_key(kernel, arch, dtype, 64, 64, aligned, dq, result))
     return list(dict.fromkeys(found))
 
 

@@ -17,9 +17,12 @@ from emulator.faults import CONFLICTS, PROBLEMS, WRONG, Fault, Problem, Symptom
 from emulator.faults_attention import FA2_FWD, FA2_FWD_SIMT
 from emulator.faults_backward import (
     BWD_QUERIES,
+    BWD_QUERIES_MMA,
     BWD_ROWS,
     BWD_SINK,
+    FA2_BWD,
     FA2_BWD_DBIAS_SIMT,
+    FA2_BWD_DQ,
     FA2_BWD_DQ_SIMT,
     FA2_BWD_SIMT,
 )
@@ -64,21 +67,27 @@ FAULTS = {
     "fa1_fwd_simt": (*FA1_FWD_SIMT, *dropout.FA1_FWD_SIMT),
     "fa3_fwd_sm90": (*FA3_FWD_SM90, *dropout.FA3_FWD_SM90),
     "fa3_fwd_sm90 mask": MASK_TILES,
+    "fa2_bwd": FA2_BWD,
+    "fa2_bwd_dq": FA2_BWD_DQ,
     "fa2_bwd_simt": FA2_BWD_SIMT,
     "fa2_bwd_dq_simt": FA2_BWD_DQ_SIMT,
     "fa2_bwd_dbias_simt": FA2_BWD_DBIAS_SIMT,
     "bwd_rows": BWD_ROWS,
     "bwd_queries": BWD_QUERIES,
+    "bwd_queries_mma": BWD_QUERIES_MMA,
     "bwd_sink": BWD_SINK,
     "linear_attention_sm90": LINEAR_ATTENTION_SM90,
 }
 #: Which gradients of a call take a kernel of the backward pass.
 WANTED = {
+    "fa2_bwd": ("q", "k", "v"),
+    "fa2_bwd_dq": ("q",),
     "fa2_bwd_simt": ("q", "k", "v"),
     "fa2_bwd_dq_simt": ("q",),
     "fa2_bwd_dbias_simt": ("bias",),
     "bwd_rows": ("q", "k", "v"),
     "bwd_queries": ("q", "k"),
+    "bwd_queries_mma": ("q", "k"),
     "bwd_sink": ("sink",),
 }
 #: What nobody does has no place in the kernel, nor has what is found at the end.

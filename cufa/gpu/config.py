@@ -140,6 +140,7 @@ _TABLE = (
 )
 _MMA_BACKWARD = (
     _Row("fa2_bwd",      2,  90, _OPEN,     None,  64, False, ANY, Config( 64, 128, 128, 2, 2)),
+    _Row("fa2_bwd",      2, 100, _OPEN,     None, 128, False, ANY, Config( 64,  64, 256, 2, 1)),
     _Row("fa2_bwd",      2,  90, _OPEN,     None, 128, False, ANY, Config( 64, 128, 256, 2, 1)),
     _Row("fa2_bwd",      2,  90, _OPEN,     None, 256, False, ANY, Config( 64,  64, 256, 2, 1)),
     _Row("fa2_bwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config( 64, 128, 256, 2, 1)),
@@ -148,7 +149,8 @@ _MMA_BACKWARD = (
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  32, 128, 1, 1)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
-    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 64,  32, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 128, False, ANY, Config( 64,  32, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 256, False, ANY, Config( 64,  32, 128, 2, 1)),
     _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  16,  64, 2, 1)),
 )
 _SIMT_BACKWARD = (
@@ -317,7 +319,7 @@ def get_best_config(
         The dtype of the call's bias, if it has one.
     kernel : str, default the one that "auto" takes for aligned arrays, and masks that vary by key
         "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt"; backward
-        "fa2_bwd_simt", "fa2_bwd_dq_simt" or "fa2_bwd_dbias_simt".
+        "fa2_bwd", "fa2_bwd_dq", "fa2_bwd_simt", "fa2_bwd_dq_simt" or "fa2_bwd_dbias_simt".
     arch : int, default 90
         Compute capability times 10.
     direction : {"forward", "backward"}, default "forward"

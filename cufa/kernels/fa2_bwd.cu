@@ -1,12 +1,12 @@
-// FlashAttention-2, the pass back, on mma.sync tensor cores: float16 and bfloat16, sm_80 and later.
+// FlashAttention-2 backward on mma.sync tensor cores, by keys; float16 and bfloat16, sm_80 and on.
 // Source: Dao, arXiv:2307.08691, Algorithm 2; its line numbers stand below.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   dout [B, H, Tq, Dv]
-//   work  base, delta [B, H, padded rows]       of bwd_rows.cu
+//         lse and D of each row, in the workspace (bwd_rows); rows 16-byte aligned
 //   out   dk [B, Hkv, Tk, D]   dv [B, Hkv, Tk, Dv]
-//         sums of dQ [B, H, padded rows, D]     in the workspace, added to
+//         dQ without the scale, added to the workspace as SumTiles (then bwd_queries_mma)
 //   grid  B * Hkv * ceil(Tk / kBlockN)          block kThreads, two crews of warps: tile/crews.cuh
-//   smem  K and V; Q, dO, base and delta of two tiles; P and dS of one and of two
+//   smem  K and V; Q, dO, lse and D of kStages steps; P of one and dS of two
 //
 // One crew weighs: S^T, P^T and dV; the other has dP^T, dS^T and dK. Both multiply dS by K, a step
 // later: one barrier a step is enough, and one crew's exponentials run under the other's products.
@@ -26,8 +26,10 @@ using TileV = SwizzledTile<kBlockN, kHeadDimV>;
 using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
 using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
-// Queries whose scores a warp holds at once: up to 64 numbers a lane.
-constexpr int kQueries = min_of(kBlockM, 128 / kKeyTiles);
+// Queries whose scores a warp holds at once: 64 numbers a lane, or 32 where the compiler, with less
+// to put side by side, would not make do with the registers.
+constexpr int kNumbers = kDq && kDk && kDv ? 64 : 32;
+constexpr int kQueries = min_of(kBlockM, 2 * kNumbers / kKeyTiles);
 using Scores = KeyScores<kQueries / 8>;
 using Sums = KeySums<kKeyTiles, max_of(kHeadDim, kHeadDimV) / 8>;
 
@@ -60,6 +62,7 @@ struct Step {
 static_assert(kSmemBytes == TileK::kBytes + TileV::kBytes + Handover::kBytes + Step::kBytes,
               "gpu/config.py");
 static_assert(kAligned && (kStages == 1 || kStages == 2));
+static_assert(kCrew * (kBlockM / kQueries) < 16, "each pair of partners has a barrier for a part");
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 fa2_bwd(const __grid_constant__ BackwardParams p) {
@@ -75,25 +78,24 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
     MmaGrid<kBlockM, kHeadDim> dq;
 #pragma unroll 1
     for (int part = 0; part < dq.kParts; ++part) {
-      matmul_tn(dq, of.ds, k_smem, part);         // dS K
+      matmul_tn(dq, of.ds, k_smem, part);         // dQ += dS K                         // line 15
       add_to(sums, dq, part);
     }
   };
 
-  const bool weighs = ptx::vote_any(warp() < kCrew);
+  const bool weighs = ptx::vote_any(warp() < kCrew);  // which crew this warp is in
   const Real scale = exponent_scale(p);
   Sums sums;                                      // dV of those who weigh, dK of the others
   sums.clear();
   int i = 0;
-  Tile before = Tile::of(0, 0, 0, 0);                       // rows of the step before
-  QueryWalk walk(p, keys);                        // queries that see none of the keys are left out
+  Tile before = Tile::of(0, 0, 0, 0);             // the rows of step i - 1
+  QueryWalk walk(p, keys);                        // tiles that see none of the keys are left out
   if (!walk.is_over()) {
-    copy_rows_async(k_smem, keys.k(p), p.k_stride.row, key0, p.seqlen_k, p.head_dim);
-    copy_rows_async(v_smem, keys.v(p), p.v_stride.row, key0, p.seqlen_k,
-                    p.head_dim_v);
-    Step(steps, 0).load_async(p, walk.rows());           // in one group with K and V
+    copy_rows_async(k_smem, keys.k(p), p.k_stride.row, key0, p.seqlen_k, p.head_dim);   // line 6
+    copy_rows_async(v_smem, keys.v(p), p.v_stride.row, key0, p.seqlen_k, p.head_dim_v);
+    Step(steps, 0).load_async(p, walk.rows());    // in one group with K and V
   }
-  for (; !walk.is_over(); ++i) {
+  for (; !walk.is_over(); ++i) {                                                        // line 8
     const Step now(steps, i), other(steps, i + 1);
     const Tile rows = walk.rows();
     if (kStages == 1 && i > 0) {
@@ -101,39 +103,39 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
       now.load_async(p, rows);
     }
     ptx::cp_async_wait_group<0>();
-    // Q and dO are here, those of the step before were used; its dS is here.
+    // All are here: Q and dO, and dS of the step before, whose Q and dO were used.
     if (ptx::bar_red_or(now.numbers.finds_empty_row())) {
       clear_rows(now.dout, [&](int row) { return now.numbers.is_empty(row); });  // 0 * NaN is NaN
-      ptx::bar_sync();
+      ptx::bar_sync();                            // and are 0 for all
     }
     walk.advance();
     if (kStages == 2 && !walk.is_over()) other.load_async(p, walk.rows());  // under what follows
 
-#pragma unroll 1
+#pragma unroll 1  // side by side they take more registers than there are
     for (int q = 0; q < kBlockM; q += kQueries) {
       Scores s;
       s.clear();
       if (weighs) {
         const Tile part = Tile::of(rows.batch, rows.head, rows.kv_head, rows.row0 + q);
-        add_nt<true>(s.x, k_smem, first_key(), now.q, q);          // S^T = K Q^T
+        add_nt<true>(s.x, k_smem, first_key(), now.q, q);            // S^T = K Q^T     // line 10
         Scores slope;
         if constexpr (kSoftcap) slope_of_cap(slope, s, p);
         score_mod(s, p, part, key0);
         if (kMask || !walk.are_whole(part.row0, kQueries)) apply_mask(s, p, part, key0);
-        weigh(s, now.numbers.lse + q, scale);               // S becomes P
+        weigh(s, now.numbers.lse + q, scale);                        // S becomes P     // line 11
         const auto weights = narrow(s);
-        if constexpr (kSoftcap) multiply(s, slope);
+        if constexpr (kSoftcap) multiply(s, slope);                  // dS's other factor
         handover.give(kSoftcap ? narrow(s) : weights, q / 16);
         Handover::arrive(q / kQueries);
-        if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, q);               // dV += P^T dO
+        if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, q);  // dV += P^T dO // line 12
         if (q + kQueries == kBlockM && i > 0) add_dq(other, before);
       } else {
         if (q == 0 && i > 0) add_dq(other, before);
-        add_nt<true>(s.x, v_smem, first_key(), now.dout, q);       // dP^T = V dO^T
-        Handover::wait(q / kQueries);                        // P is here
-        const auto changes = score_changes(s, handover, now.numbers.delta + q, q / 16);
+        add_nt<true>(s.x, v_smem, first_key(), now.dout, q);         // dP^T = V dO^T   // line 13
+        Handover::wait(q / kQueries);                                // P is here
+        const auto changes = score_changes(s, handover, now.numbers.delta + q, q / 16);  // line 14
         if constexpr (kDq) store_operand(now.ds, changes, q / 16);
-        if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);                  // dK += dS^T Q
+        if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);  // dK += dS^T Q    // line 16
       }
     }
     before = rows;
@@ -141,14 +143,12 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
   ptx::bar_sync();                                // dS of the last step is here
   if (i > 0) add_dq(Step(steps, i - 1), before);
 
-  if (weighs) {
+  if (weighs) {                                                                         // line 18
     if constexpr (kDv)
-      store_pairs(sums, keys.dv(p), p.dv_stride.row, key0,
-                 p.seqlen_k, p.head_dim_v);
+      store_pairs(sums, keys.dv(p), p.dv_stride.row, key0, p.seqlen_k, p.head_dim_v);
   } else if constexpr (kDk) {
 #pragma unroll
     for (int r = 0; r < Sums::kRows; ++r) scale_row(sums, r, Real(p.scale));
-    store_pairs(sums, keys.dk(p), p.dk_stride.row, key0,
-               p.seqlen_k, p.head_dim);
+    store_pairs(sums, keys.dk(p), p.dk_stride.row, key0, p.seqlen_k, p.head_dim);
   }
 }

@@ -1,5 +1,5 @@
-// FlashAttention-2 backward on mma.sync tensor cores, by queries: dQ alone, with no sum that depends
-// on the order of blocks. float16 and bfloat16, sm_80 and later.
+// FlashAttention-2 backward on mma.sync tensor cores, by queries: dQ alone, with no sum that
+// depends on the order of blocks. float16 and bfloat16, sm_80 and later.
 // Source: Dao, arXiv:2307.08691, Algorithm 2, its loops exchanged.
 //
 //   in    q [B, H, Tq, D]   k [B, Hkv, Tk, D]   v [B, Hkv, Tk, Dv]   dout [B, H, Tq, Dv]
@@ -32,7 +32,8 @@ struct Keys {
   TileK k;
   TileV v;
 
-  DEVICE Keys(u32 smem, int n) : k{smem + n % 2 * (TileK::kBytes + TileV::kBytes)}, v{k.base + TileK::kBytes} {}
+  DEVICE Keys(u32 smem, int n)
+      : k{smem + n % 2 * (TileK::kBytes + TileV::kBytes)}, v{k.base + TileK::kBytes} {}
 
   DEVICE void load_async(const Params& p, const Tile& tile, int n) const {
     copy_rows_async(k, tile.k(p), p.k_stride.row, n * kBlockN, p.seqlen_k, p.head_dim);

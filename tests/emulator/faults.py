@@ -145,6 +145,7 @@ def _backward(**fields: object) -> dict[str, tuple[Case, ...]]:
         "window": (case(130, 255, window=(40, 20)),),
         "narrow": (case(20, 65, head_dim=24),),
         "dead rows": (case(40, 65, mask=(True,) * 4, dead_rows=True),),
+        "dead wide": (case(40, 65, head_dim_v=96, mask=(True,) * 4, dead_rows=True),),
         "softcap": (case(40, 65, softcap=0.5),),
         "repeated": (case(70, 65, batch=2, bias=(False,) * 4),),
     }
@@ -170,11 +171,14 @@ PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     "fa1_fwd_simt": _attention("float32"),
     "fa3_fwd_sm90": _hopper(),
     "fa3_fwd_sm90 mask": _masks(),
+    "fa2_bwd": _backward(dtype="float16"),
+    "fa2_bwd_dq": _backward(dtype="bfloat16"),
     "fa2_bwd_simt": _backward(),
     "fa2_bwd_dq_simt": _backward(),
     "fa2_bwd_dbias_simt": _backward(bias=(True,) * 4, hidden=0.0),
     "bwd_rows": _backward(),
     "bwd_queries": _backward(),
+    "bwd_queries_mma": _backward(dtype="float16"),
     "bwd_sink": _backward(sink=True),
     "linear_attention_sm90": {
         "plain": (_LINEAR(), _LINEAR(2, 2, 2, seqlen_q=129, seqlen_k=321)),

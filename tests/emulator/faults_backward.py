@@ -2,9 +2,86 @@
 
 from __future__ import annotations
 
-from emulator.faults import BOUNDS, OUTPUT, RACE, UNWRITTEN, WRONG, Fault
+from emulator.faults import (
+    BOUNDS,
+    DEADLOCK,
+    IN_FLIGHT,
+    OUTPUT,
+    RACE,
+    UNWRITTEN,
+    WRONG,
+    Fault,
+)
 
 # fmt: off
+FA2_BWD = (
+    # global memory
+    Fault("a query past the end is loaded",                BOUNDS,     "plain",
+          "tile/copy_async.cuh", "first + row < rows ? bytes", "first + row <= rows ? bytes"),
+    Fault("a key past the end is stored",                  OUTPUT,     "plain",
+          "attn/store_pairs.cuh", "if (row >= rows)", "if (row > rows)"),
+    Fault("dQ is stored, not added",                       OUTPUT,     "plain",
+          "tile/sum_tiles.cuh", "ptx::red_add_v4(to, x);",
+          "for (int i = 0; i < 4; ++i) to[i] = x[i];"),
+    Fault("sums of all lanes lie in one place",            WRONG,      "plain",
+          "tile/sum_tiles.cuh", "lane() * (kRuns ? 4 : 1)", "0"),
+    # barriers and copies
+    Fault("nothing is waited for",                         IN_FLIGHT,  "plain",
+          "fa2_bwd.cu", "ptx::cp_async_wait_group<0>(); // All", "// All"),
+    Fault("no barrier between steps",                      RACE,       "plain",
+          "fa2_bwd.cu", "ptx::bar_red_or(now.numbers.finds_empty_row())",
+          "now.numbers.finds_empty_row()"),
+    Fault("no barrier before the last dS is read",         RACE,       "plain",
+          "fa2_bwd.cu", "ptx::bar_sync(); // dS of", "// dS of"),
+    Fault("no barrier after rows are cleared",             RACE,       "dead rows",
+          "fa2_bwd.cu", "ptx::bar_sync(); // and are", "// and are"),
+    Fault("P is taken before it is there",                 RACE,       "plain",
+          "fa2_bwd.cu", "Handover::wait(q / kQueries);", ""),
+    Fault("nobody says that P is there",                   DEADLOCK,   "plain",
+          "fa2_bwd.cu", "Handover::arrive(q / kQueries);", ""),
+    Fault("dS has one place, not two",                     RACE,       "plain",
+          "fa2_bwd.cu", "i % 2 * TileS::kBytes", "0 * TileS::kBytes"),
+    Fault("Q and dO have one place, not two",              IN_FLIGHT,  "plain",
+          "fa2_bwd.cu", "i % kStages * kLoadedBytes", "0 * kLoadedBytes"),
+    # arithmetic
+    Fault("the group's other heads are left out",          WRONG,      "plain",
+          "attn/query_walk.cuh", "++member", "member = p.group.value"),
+    Fault("keys outside the band count",                   WRONG,      "causal",
+          "fa2_bwd.cu", "if (kMask || !walk.are_whole(part.row0, kQueries))", "if (kMask)"),
+    Fault("keys left of the window count",                 WRONG,      "window",
+          "attn/query_walk.cuh", "&& row_begin(p, bottom) <= key0", ""),
+    Fault("dO of a row that sees no key counts",           WRONG,      "dead rows",
+          "attn/row_numbers.cuh", "return lse[row] == infinity();", "return false;"),
+    Fault("D is not subtracted",                           WRONG,      "plain",
+          "attn/score_changes.cuh", "from[0] - change[i / 2].x[0]", "from[0]"),
+    Fault("of each pair of weights one counts twice",      WRONG,      "plain",
+          "tile/mma_fragment.cuh", "u16(pair >> 16)", "u16(pair)"),
+    Fault("the cap is not differentiated",                 WRONG,      "softcap",
+          "fa2_bwd.cu", "if constexpr (kSoftcap) multiply(s, slope);", ""),
+    Fault("what is for dS goes into dV",                   WRONG,      "softcap",
+          "fa2_bwd.cu", "add_nn<true>(sums.x, weights,", "add_nn<true>(sums.x, narrow(s),"),
+    Fault("dQ of the last step is left out",               WRONG,      "plain",
+          "fa2_bwd.cu", "if (i > 0) add_dq(Step(steps, i - 1), before);", ""),
+    Fault("dK lacks the scale",                            WRONG,      "plain",
+          "fa2_bwd.cu", "scale_row(sums, r, Real(p.scale))", "scale_row(sums, r, Real(1))"),
+)
+FA2_BWD_DQ = (
+    Fault("K and V are not waited for",                    IN_FLIGHT,  "plain",
+          "fa2_bwd_dq.cu", "ptx::cp_async_wait_group<0>(); ptx::bar_sync(); // K",
+          "ptx::bar_sync(); // K"),
+    Fault("no barrier before dO is cleared",               RACE,       "dead wide",
+          "fa2_bwd_dq.cu", "ptx::bar_sync(); // dO", "// dO"),
+    Fault("no barrier between blocks of keys",             RACE,       "plain",
+          "fa2_bwd_dq.cu", "ptx::bar_sync(); // K", "// K"),
+    Fault("K and V have one place, not two",               IN_FLIGHT,  "plain",
+          "fa2_bwd_dq.cu", "n % 2 * (TileK", "0 * (TileK"),
+    Fault("dO of a row that sees no key counts",           WRONG,      "dead rows",
+          "fa2_bwd_dq.cu", "!rows.sees_keys(tile.row0 + row)", "false"),
+    Fault("a query past the end is stored",                OUTPUT,     "plain",
+          "attn/store_pairs.cuh", "if (row >= rows)", "if (row > rows)"),
+    Fault("dQ lacks the scale",                            WRONG,      "plain",
+          "fa2_bwd_dq.cu", "Real(p.scale)", "Real(1)"),
+)
 FA2_BWD_SIMT = (
     # global memory
     Fault("a query past the end is loaded",                BOUNDS,     "plain",
@@ -104,6 +181,17 @@ BWD_QUERIES = (
           "bwd_queries.cu", "row >= p.seqlen_q", "row > p.seqlen_q"),
     Fault("dQ lacks the scale",                            WRONG,      "plain",
           "bwd_queries.cu", "* Real(p.scale)", ""),
+)
+BWD_QUERIES_MMA = (
+    Fault("a query past the end is stored",                OUTPUT,     "plain",
+          "attn/store_pairs.cuh", "if (row >= rows)", "if (row > rows)"),
+    Fault("lanes have each other's sums",                  WRONG,      "plain",
+          "tile/sum_tiles.cuh", "*reinterpret_cast<const Vec<f32, 4>*>(from)",
+          "*reinterpret_cast<const Vec<f32, 4>*>(from + (lane() % 2 ? -4 : 4))"),
+    Fault("columns past the end are stored",               OUTPUT,     "narrow",
+          "bwd_queries_mma.cu", "p.head_dim - col", "32"),
+    Fault("dQ lacks the scale",                            WRONG,      "plain",
+          "bwd_queries_mma.cu", "dq.at(0, c) *= Real(p.scale)", "dq.at(0, c) *= 1"),
 )
 BWD_SINK = (
     Fault("no barrier before the sums are read",           UNWRITTEN,  "plain",

@@ -1,4 +1,4 @@
-// Results of tensor cores to global memory, two at a time: for what is stored once after many steps.
+// Results of tensor cores to global memory, two at a time: for what is stored after many steps.
 #pragma once
 #include "tile/mma_fragment.cuh"
 

@@ -1,11 +1,11 @@
-// P of the pass back where registers are few and scores come from 16 bits.
+// P of the backward pass, for fragments whose rows are many and come in pairs.
 // Source: Dao, arXiv:2307.08691, Algorithm 2, line 11.
 #pragma once
 #include "attn/score_gradients.cuh"
 
 // s, scores as score_mod and the mask leave them, becomes P = exp(S - lse), for rows whose lse
-// begins at `lse`. To scale both before the one is subtracted costs less than half of what lse's own
-// rounding does. More than 1 is rounding too; a row without keys has an lse of +inf, and P = 0.
+// begins at `lse`. That both are scaled first, and rounded, adds no more than lse's own rounding.
+// More than 1 is rounding too. A row without keys has an lse of +inf, and P = 0.
 template <class Scores> DEVICE void weigh(Scores& s, const Real* lse, Real scale) {
 #pragma unroll
   for (int r = 0; r < Scores::kRows; r += 2) {

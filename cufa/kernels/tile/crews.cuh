@@ -1,5 +1,5 @@
-// The warps of a block in two crews of kCrew each. They have the same keys of the block's: warp i of
-// the one and of the other, partners, the 16 * kKeyTiles that begin with key i * 16 * kKeyTiles.
+// The warps of a block in two crews of kCrew each. Warp i of the one and warp i of the other are
+// partners: both have the 16 * kKeyTiles keys of the block's that begin with 16 * kKeyTiles * i.
 #pragma once
 #include "base/math.cuh"
 #include "ptx/barrier.cuh"

@@ -3,8 +3,8 @@
 #include "tile/sum_tiles.cuh"
 
 // The warps in a grid of kDown by kAcross: warp (i, j) has the 16-row tiles i, i + kDown, ... and
-// the 16-column tiles j, j + kAcross, ..., so that the addresses of all its operands come from those
-// of the first by constants.
+// the 16-column tiles j, j + kAcross, ..., so that the addresses of all its operands come from
+// those of the first by constants.
 template <int kRows, int kCols> struct MmaGrid {
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kAcross = kCols % 64 == 0 && kWarps >= 8 ? 4 : 2, kDown = kWarps / kAcross;
