@@ -123,17 +123,19 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
         score_mod(s, p, part, key0);
         if (kMask || !walk.are_whole(part.row0, kQueries)) apply_mask(s, p, part, key0);
         weigh(s, now.numbers.lse + q, scale);                        // S becomes P     // line 11
-        const auto weights = narrow(s);
+        KeptWeights<Scores>(p, part, key0).mark(s);                  // dropped ones, by a minus
+        auto weights = narrow(s);
         if constexpr (kSoftcap) multiply(s, slope);                  // dS's other factor
         handover.give(kSoftcap ? narrow(s) : weights, q / 16);
         Handover::arrive(q / kQueries);
+        drop_marked(weights);
         if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, q);  // dV += P^T dO // line 12
         if (q + kQueries == kBlockM && i > 0) add_dq(other, before);
       } else {
         if (q == 0 && i > 0) add_dq(other, before);
         add_nt<true>(s.x, v_smem, first_key(), now.dout, q);         // dP^T = V dO^T   // line 13
         Handover::wait(q / kQueries);                                // P is here
-        const auto changes = score_changes(s, handover, now.numbers.delta + q, q / 16);  // line 14
+        const auto changes = score_changes(s, handover, p, now.numbers.delta + q, q / 16);  // line 14
         if constexpr (kDq) store_operand(now.ds, changes, q / 16);
         if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);  // dK += dS^T Q    // line 16
       }
@@ -144,6 +146,10 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
   if (i > 0) add_dq(Step(steps, i - 1), before);
 
   if (weighs) {                                                                         // line 18
+    if constexpr (kDropout) {
+#pragma unroll
+      for (int r = 0; r < Sums::kRows; ++r) scale_row(sums, r, kept_scale(p));
+    }
     if constexpr (kDv)
       store_pairs(sums, keys.dv(p), p.dv_stride.row, key0, p.seqlen_k, p.head_dim_v);
   } else if constexpr (kDk) {
