@@ -41,8 +41,8 @@ struct BackwardTiles {
         v{reinterpret_cast<Real*>(smem + kAtV)},
         scores{reinterpret_cast<Real*>(smem + kAtP)} {}
 
-  // Loads keep kFlying runs of 16 bytes a thread under way.
-  static constexpr int kFlying = 4;
+  // Loads keep kFlying runs of 16 bytes a thread under way; float64 has no registers for more.
+  static constexpr int kFlying = kRealVec;
 
   DEVICE void load_queries(const BackwardParams& p, const Tile& tile) const {
     const BackwardRows rows(p, tile);

@@ -75,7 +75,7 @@ DEVICE void matmul_tn(SimtFragment<kRows, kCols, kRun>& o, PaddedTile<kDepth, kR
                       PaddedTile<kDepth, kColsX> x) {
   constexpr int kRunP = min_of(kRows, kRealVec);
   static_assert(kRows % kRunP == 0 && (kRunP & (kRunP - 1)) == 0);
-#pragma unroll 4
+#pragma unroll kRealVec
   for (int i = 0; i < kDepth; ++i) {
     Vec<Real, kRunP> p_run[kRows / kRunP];
 #pragma unroll
