@@ -155,7 +155,7 @@ WANTED = (
     (True, True, False),
     (True, False, True),
 )
-_ANY_SCORES = (Scores.OPEN, Scores.PLAIN, Scores.BIASED_32, Scores.MIXED)
+_ANY_SCORES = (Scores.OPEN, Scores.PLAIN, Scores.MIXED)
 
 
 @cache

@@ -145,7 +145,7 @@ _MMA_BACKWARD = (
     _Row("fa2_bwd",      2,  90, _OPEN,     None, 256, False, ANY, Config( 64,  64, 256, 2, 1)),
     _Row("fa2_bwd",      2,  80, _PLAIN,    None,  64, False, ANY, Config( 64, 128, 256, 2, 1)),
     _Row("fa2_bwd",      2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 256, 2, 1)),
-    _Row("fa2_bwd",      2,  80, _BIASED_32, None, 128, False, ANY, Config( 32, 64, 128, 2, 1)),
+    _Row("fa2_bwd",      2,  80, _PLAIN,    None, 128, False, ANY, Config( 32,  64, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  32, 128, 1, 1)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
