@@ -170,8 +170,11 @@ def backward_places(arch: int) -> dict[tuple[str, Scores, Config], list[Member]]
             if spec.limit(dtype, max(d, dv), device) is None:
                 try:
                     tile = find_config(spec.name, dtype, d, dv, 1, scores, causal, device)
+                    mixed = find_config(spec.name, dtype, d, dv, 1, Scores.MIXED, causal, device)
                 except UnsupportedError:
                     continue
+                if scores < Scores.MIXED and tile == mixed:
+                    continue  # what it has is among what that is sampled with
                 found[spec.name, scores, tile][dtype, d, dv, causal] = None
     return {place: list(members) for place, members in found.items()}
 
@@ -197,18 +200,24 @@ def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any)
 
 
 def backward_units(arch: int) -> Iterator[KernelKey]:
-    """As `units`, of the backward pass: each tile and kind of scores with its largest head dim for
-    all gradients, and with another; then what goes around them."""
+    """As `units`, of the backward pass, the largest head dim for all gradients; then what goes
+    around them."""
+    same = [older for older in ARCHS if older < arch and text_of(older) == text_of(arch)]
+    known = {place for older in same for place in backward_places(older)}
     aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
-    for i, ((kernel, scores, tile), members) in enumerate(backward_places(arch).items()):
+    for i, (place, members) in enumerate(backward_places(arch).items()):
+        kernel, scores, tile = place
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
-        largest = max(members, key=lambda member: member[1] + member[2])
-        other = members[(i * 7 + arch) % len(members)]
-        for j, member in enumerate((largest, other)):
+        chosen = [max(members, key=lambda member: member[1] + member[2])]
+        if place not in known:
+            chosen.append(members[(i * 7 + arch) % len(members)])
+        for j, member in enumerate(chosen):
             features = fitting[(i + arch + j * 5) % len(fitting)]
             n = 0 if j == 0 else i + arch
             yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
     for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
+        if same and i % len(ARCHS) != ARCHS.index(arch):
+            continue
         if kernel == BWD_QUERIES_MMA and not (aligned and dtype in _DTYPES[:2] and arch >= 80):
             continue
         dims = HEAD_DIMS[(i + arch) % 8], HEAD_DIMS[(3 * i + arch) % 8]

@@ -156,7 +156,7 @@ _MMA_BACKWARD = (
 _SIMT_BACKWARD = (
     _Row("",             4,  70, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
     _Row("",             4,  70, _MIXED,    None,  64, False, ANY, Config( 64,  64, 256, 1, 1)),
-    _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("",             4,  70, _PLAIN,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
     _Row("",             4,  70, _MIXED,    None, 128, False, ANY, Config( 32,  32, 128, 1, 1)),
     _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 32,  32, 256, 1, 1)),
     _Row("",             4,  70, _MIXED,    None, 256, False, ANY, Config( 16,  16, 128, 1, 1)),

@@ -27,8 +27,8 @@ using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
 using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
 // Queries whose scores a warp holds at once: 64 numbers a lane, or 32 where the compiler, with less
-// to put side by side, would not make do with the registers.
-constexpr int kNumbers = kDq && kDk && kDv ? 64 : 32;
+// to put side by side, would not make do with the registers. Random words need some too.
+constexpr int kNumbers = kDropout ? 8 * kKeyTiles : kDq && kDk && kDv ? 64 : 32;
 constexpr int kQueries = min_of(kBlockM, 2 * kNumbers / kKeyTiles);
 using Scores = KeyScores<kQueries / 8>;
 using Sums = KeySums<kKeyTiles, max_of(kHeadDim, kHeadDimV) / 8>;

@@ -68,10 +68,13 @@ fa2_bwd_dq(const __grid_constant__ BackwardParams p) {
     ptx::bar_sync();                              // K and V of block n are here, n - 1 was used
     if (n + 1 < keys.last) Keys(pairs, n + 1).load_async(p, tile, n + 1);  // runs under the rest
     Scores s, ds;
+    const int key0 = n * kBlockN;
     matmul_nt(s, q_smem, now.k);                  // S = Q K^T
-    matmul_nt(ds, dout_smem, now.v);              // dP = dO V^T
-    score_gradients<Back::kProduct>(s, ds, p, tile, n * kBlockN, [&](Scores& scores) {
-      if (keys.is_partial(n)) apply_mask(scores, p, tile, n * kBlockN);
+    const auto hide = [&](Scores& x) {
+      if (keys.is_partial(n)) apply_mask(x, p, tile, key0);
+    };
+    score_gradients<Back::kProduct>(s, ds, p, tile, key0, hide, [&](Scores& x) {
+      matmul_nt(x, dout_smem, now.v);             // dP = dO V^T
     });                                           // S becomes P, dP becomes dS
     matmul_nn(dq, narrow(ds), now.k);             // dQ += dS K
   }

@@ -61,10 +61,12 @@ struct BackwardTiles {
   template <Back kTo>
   DEVICE void gradients(Scores& s, Scores& ds, const BackwardParams& p, const Tile& tile,
                         const KeyRange& keys, int n) const {
-    matmul_nt<2>(s, q, k);      // S = Q K^T
-    matmul_nt<2>(ds, dout, v);  // dP = dO V^T
-    score_gradients<kTo>(s, ds, p, tile, n * kBlockN, [&](Scores& scores) {
-      if (keys.is_partial(n)) apply_mask(scores, p, tile, n * kBlockN);
-    });
+    const int key0 = n * kBlockN;
+    matmul_nt<2>(s, q, k);                                          // S = Q K^T
+    const auto hide = [&](Scores& x) {
+      if (keys.is_partial(n)) apply_mask(x, p, tile, key0);
+    };
+    score_gradients<kTo>(s, ds, p, tile, key0, hide,
+                         [&](Scores& x) { matmul_nt<2>(x, dout, v); });  // dP = dO V^T
   }
 };

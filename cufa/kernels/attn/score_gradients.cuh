@@ -51,12 +51,13 @@ template <class Scores> DEVICE void multiply(Scores& x, Scores& y) {
 // scale, to those of Q K^T.
 enum class Back { kBias, kProduct };
 
-// s = Q K^T of a key tile becomes P, and ds = dO V^T becomes dS = P * (dP - D). `hide(s)` masks s.
+// s = Q K^T of a key tile becomes P, and ds is dS = P * (dP - D). `hide(s)` masks s; `multiply_values`
+// makes dP = dO V^T, once the registers that masks and biases need are free.
 // Of weights that dropout drops P and dP become 0; dP of the others is multiplied by kept_scale, and
 // dV, which is the last to have P, is to be.
-template <Back kTo, class Scores, class Hide>
+template <Back kTo, class Scores, class Hide, class Product>
 DEVICE void score_gradients(Scores& s, Scores& ds, const BackwardParams& p, const Tile& tile,
-                            int key0, Hide hide) {
+                            int key0, Hide hide, Product multiply_values) {
   const BackwardRows rows(p, tile);
   Real lse[Scores::kRows], delta[Scores::kRows];
 #pragma unroll
@@ -71,6 +72,7 @@ DEVICE void score_gradients(Scores& s, Scores& ds, const BackwardParams& p, cons
   hide(s);
   weights_of(s, lse, p);
   const KeptWeights<Scores> kept(p, tile, key0);
+  multiply_values(ds);
   kept.drop(ds);
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r)

@@ -10,8 +10,9 @@ template <int kRows, int kCols> struct MmaGrid {
   static constexpr int kAcross = kCols % 64 == 0 && kWarps >= 8 ? 4 : 2, kDown = kWarps / kAcross;
   static constexpr int kRowTiles = kRows / (16 * kDown), kAllColTiles = kCols / (16 * kAcross);
   static_assert(kRows == kRowTiles * 16 * kDown && kCols == kAllColTiles * 16 * kAcross);
-  // Columns come in two parts, one after the other, where all of them take too many registers.
-  static constexpr int kParts = kRowTiles * kAllColTiles > 4 && kAllColTiles % 2 == 0 ? 2 : 1;
+  // Columns come in parts, one after the other, where all of them take too many registers.
+  static constexpr int kEven = kAllColTiles % 2 == 0 ? 2 : kAllColTiles > 5 ? kAllColTiles : 1;
+  static constexpr int kParts = kRowTiles * kAllColTiles > 4 ? kEven : 1;
   static constexpr int kColTiles = kAllColTiles / kParts;
 
   f32 x[kRowTiles][kColTiles][2][4];  // of two 8-column tiles each
