@@ -148,6 +148,7 @@ def _backward(**fields: object) -> dict[str, tuple[Case, ...]]:
         "dead wide": (case(40, 65, head_dim_v=96, mask=(True,) * 4, dead_rows=True),),
         "softcap": (case(40, 65, softcap=0.5),),
         "repeated": (case(70, 65, batch=2, bias=(False,) * 4),),
+        "dropout": (case(70, 65, kv_heads=2, dropout_p=0.5),),
     }
 
 

@@ -76,4 +76,31 @@ FA3_FWD_SM90 = (
           "fa3_fwd_sm90.cu", "drop_weights(s, p, job.tile, block.n * kBlockN); "
           "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<0>();"),
 )
+FA2_BWD = (
+    Fault("nothing is marked",                             WRONG,      "dropout",
+          "fa2_bwd.cu", "KeptWeights<Scores>(p, part, key0).mark(s);", ""),
+    Fault("marked weights are in dV",                      WRONG,      "dropout",
+          "fa2_bwd.cu", "drop_marked(weights);", ""),
+    Fault("dV makes up for nothing",                       WRONG,      "dropout",
+          "fa2_bwd.cu", "scale_row(sums, r, kept_scale(p));", ";"),
+    Fault("what is dropped has a dP",                      WRONG,      "dropout",
+          "attn/score_changes.cuh", "(is_dropped ? 0.f : dp * kept_scale(p))",
+          "dp * kept_scale(p)"),
+    Fault("a mark makes the weight negative",              WRONG,      "dropout",
+          "attn/score_changes.cuh", "abs_of(weight) *", "weight *"),
+    Fault("of a pair only the first is dropped",           WRONG,      "dropout",
+          "attn/score_changes.cuh", "0x10001", "0x1"),
+    Fault("rows that lie elsewhere count as pairs",        WRONG,      "dropout",
+          "tile/crews.cuh", "kRowHalf = 2, kColHalf = 1", "kRowHalf = 1, kColHalf = 1"),
+)
+FA2_BWD_SIMT = (
+    Fault("what is dropped has a dP",                      WRONG,      "dropout",
+          "attn/score_gradients.cuh", "kept.drop(ds);", ""),
+    Fault("dropped weights are in dV",                     WRONG,      "dropout",
+          "attn/score_gradients.cuh", "kept.drop(s);", ""),
+    Fault("dP makes up for nothing",                       WRONG,      "dropout",
+          "attn/score_gradients.cuh", "ds.at(r, c) * kept_scale(p)", "ds.at(r, c)"),
+    Fault("dV makes up for nothing",                       WRONG,      "dropout",
+          "fa2_bwd_simt.cu", "scale_row(dv, r, kept_scale(p));", ";"),
+)
 # fmt: on
