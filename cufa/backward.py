@@ -82,8 +82,9 @@ def attention_backward(
         summed over the query heads that share a key/value head, `dbias` over the axes that a bias
         of size 1 there is broadcast along. `alibi_slopes` are constants, as is `mask`.
 
-        A row that sees no key contributes nothing, whatever its `dout` and `dlse` hold; with a sink
-        its `dlse` goes to the sink. A key that no query sees has gradient 0.
+        A row that sees no key contributes nothing, whatever its `dout` and `dlse` hold. With a sink
+        `dlse` goes to the sink, and `dout` counts as 0 if it is finite. A key that no query sees
+        has gradient 0.
 
     Raises
     ------

@@ -124,7 +124,7 @@ def test_dropout_is_held_by_every_kernel_and_made_small(kernel):
     failure, _ = find(without, backends=(backend,), kernels=[kernel], max_examples=2000)
     case = failure.case
     assert (failure.kernel, case.dropout_p) == (kernel, 0.1)
-    assert (case.batch, case.heads, case.seqlen_q) == (1, 1, 1)
+    assert case.batch * case.heads * case.seqlen_q <= 4  # of fewer dropout may drop none
     assert not any(getattr(case, feature) for feature in FEATURES)
 
 

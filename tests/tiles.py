@@ -200,20 +200,19 @@ def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any)
 
 
 def backward_units(arch: int) -> Iterator[KernelKey]:
-    """As `units`, of the backward pass, the largest head dim for all gradients; then what goes
-    around them."""
+    """Of the backward pass: each tile with its largest head dim, on Hopper for all gradients, and
+    with another for some; the features go round. Then what goes around them."""
     same = [older for older in ARCHS if older < arch and text_of(older) == text_of(arch)]
-    known = {place for older in same for place in backward_places(older)}
     aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
     for i, (place, members) in enumerate(backward_places(arch).items()):
         kernel, scores, tile = place
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
         chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if place not in known:
+        if arch == 90:
             chosen.append(members[(i * 7 + arch) % len(members)])
         for j, member in enumerate(chosen):
             features = fitting[(i + arch + j * 5) % len(fitting)]
-            n = 0 if j == 0 else i + arch
+            n = 0 if arch == 90 and j == 0 else i + arch
             yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
     for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
         if same and i % len(ARCHS) != ARCHS.index(arch):

@@ -32,13 +32,15 @@ class _Sizes(NamedTuple):
 
 
 def make_backward_plan(problem: BackwardProblem, device: Device) -> Plan:
-    """The launches for gradients on a card; none if all of them are empty.
+    """The launches for gradients on a card; none if no query head sends any back.
 
     Raises
     ------
     UnsupportedError
         No kernel serves it, or a launch would have more than 2**31 - 1 blocks.
     """
+    if not problem.forward.batch * problem.forward.heads:
+        return Plan(())
     steps = (
         Step(key, grid, make_backward_params(problem, tiles))
         for key, grid, tiles in _launches(problem, device)

@@ -196,7 +196,11 @@ def run_backward(
         saved = Saved(**{name: given[name] for name in Saved._fields})
         arrays = Arrays(**{name: given[name] for name in Arrays._fields if name != "out"})
     results = Gradients(**{n: machine.empty(a.shape, a.dtype) for n, a in wanted.items()})
-    if ready.launches:
+    if not ready.launches:
+        for result in results:
+            if result is not None:
+                result[...] = 0
+    else:
         size = ready.workspace
         workspace = machine.workspace(size, ready.accumulator) if size else None
         buffers = Buffers(

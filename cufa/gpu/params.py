@@ -95,8 +95,8 @@ def make_params(
     """The parameters of one launch, one opaque item, shape (1,); pointers, maps and seed are 0.
 
     `tiles` is the number of query tiles of one head, or of ranges of them, and `section` the number
-    of query heads that are worked on together (`plan.section`). `mask_tiles_stride` counts words
-    of eight bytes, by batch, head and query tile.
+    of query heads that are worked on together (`plan.section`); 0 if blocks do not take tiles as
+    they come. `mask_tiles_stride` counts words of eight bytes, by batch, head and query tile.
     """
     p = np.zeros(1, PARAMS)
     for name, operand in (("q", problem.q), ("k", problem.k), ("v", problem.v), ("o", problem.out)):
@@ -118,7 +118,8 @@ def make_params(
         p[name] = getattr(problem, name)
     band = problem.band
     p["diagonal"], p["left"], p["right"] = band.diagonal, band.left or 0, band.right or 0
-    p["tile_count"], p["section"] = problem.batch * problem.heads * tiles, section
+    if section:
+        p["tile_count"], p["section"] = problem.batch * problem.heads * tiles, section
     p["kept_scale"] = 1 / (1 - problem.dropout_p)
     p["dropout_threshold"] = threshold(problem.dropout_p)
     return _opaque(p)

@@ -27,7 +27,7 @@ using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
 using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
 // Queries whose scores a warp holds at once: 64 numbers a lane, or 32 where the compiler, with less
-// to put side by side, would not make do with the registers. Random words need some too.
+// to put side by side, would not make do with the registers; 16 queries beside random words.
 constexpr int kNumbers = kDropout ? 8 * kKeyTiles : kDq && kDk && kDv ? 64 : 32;
 constexpr int kQueries = min_of(kBlockM, 2 * kNumbers / kKeyTiles);
 using Scores = KeyScores<kQueries / 8>;
@@ -135,7 +135,8 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
         if (q == 0 && i > 0) add_dq(other, before);
         add_nt<true>(s.x, v_smem, first_key(), now.dout, q);         // dP^T = V dO^T   // line 13
         Handover::wait(q / kQueries);                                // P is here
-        const auto changes = score_changes(s, handover, p, now.numbers.delta + q, q / 16);  // line 14
+        const auto changes =
+            score_changes(s, handover, p, now.numbers.delta + q, q / 16);                // line 14
         if constexpr (kDq) store_operand(now.ds, changes, q / 16);
         if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);  // dK += dS^T Q    // line 16
       }

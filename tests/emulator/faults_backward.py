@@ -121,7 +121,7 @@ FA2_BWD_SIMT = (
     Fault("dO of a row that sees no key counts",           WRONG,      "dead rows",
           "attn/backward_rows.cuh", "return lse[row] != infinity();", "return true;"),
     Fault("D is not subtracted",                           WRONG,      "plain",
-          "attn/score_gradients.cuh", "kept_scale(p) - delta[r]", "kept_scale(p)"),
+          "attn/score_gradients.cuh", "kept_scale(p) - delta)", "kept_scale(p))"),
     Fault("the cap is not differentiated",                 WRONG,      "softcap",
           "attn/score_gradients.cuh", "if constexpr (kThroughCap) multiply(ds, slope);", ""),
     Fault("P^T is read as if all its rows were one",       WRONG,      "plain",

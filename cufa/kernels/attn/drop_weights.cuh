@@ -19,7 +19,7 @@ template <class Fragment> struct KeptWeights {
   static constexpr int kWordHalf = kByRow ? Fragment::kRowHalf : Fragment::kColHalf;
   static constexpr int kBitHalf = kByRow ? Fragment::kColHalf : Fragment::kRowHalf;
   static constexpr int kTurn = max_of(1, 2 * kBitHalf);  // bits of a turn: whole pairs
-  static_assert(kBits <= 32 && kBits % kTurn == 0);
+  static_assert(!kDropout || (kBits <= 32 && kBits % kTurn == 0));
 
   u32 words[kWords];
 

@@ -12,7 +12,8 @@ constexpr int kArch = CUFA_ARCH;             // compute capability times 10
 constexpr DType kDType = DType(CUFA_DTYPE);
 constexpr int kHeadDim = CUFA_HEAD_DIM;      // of q and k, rounded up to a multiple of 32
 constexpr int kHeadDimV = CUFA_HEAD_DIM_V;   // of v and o, likewise
-constexpr bool kAligned = CUFA_ALIGNED;      // rows of q, k, v, o start at multiples of 16 bytes
+constexpr bool kAligned = CUFA_ALIGNED;      // rows of q, k, v, o, and of what is computed back,
+                                             // start at multiples of 16 bytes
 constexpr bool kLeft = CUFA_LEFT;            // keys are bounded on the left of the diagonal
 constexpr bool kRight = CUFA_RIGHT;          // on the right: causal is right = 0
 constexpr bool kMask = CUFA_MASK;
@@ -22,7 +23,7 @@ constexpr bool kSoftcap = CUFA_SOFTCAP;
 constexpr bool kSink = CUFA_SINK;
 constexpr bool kDropout = CUFA_DROPOUT;
 constexpr bool kLse = CUFA_LSE;              // lse is wanted
-constexpr bool kDq = CUFA_DQ;                // of the backward pass: this kernel adds to dQ,
+constexpr bool kDq = CUFA_DQ;                // of the backward pass: this kernel has to do with dQ,
 constexpr bool kDk = CUFA_DK;                // stores dK,
 constexpr bool kDv = CUFA_DV;                // stores dV,
 constexpr DType kResult = DType(CUFA_RESULT);  // stores dbias or dsink in this type
