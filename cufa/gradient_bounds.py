@@ -80,7 +80,8 @@ def exact_gradients(
     - dS = P * (dP - D): the errors of its factors, each times the other factor and their product;
       ``(u + 4 * eps) * |dS|``; what may vanish.
     - The cap's derivative, ``1 - t**2`` with ``t = tanh(x)``: ``2 * |t| * (1 - t**2)`` and half of
-      its own greatest slope, 2, times the square, of x's error; ``10 * eps``; at most 1.
+      its own greatest slope, 2, times the square, of x's error; ``10 * eps``; at most 1. P times
+      it, and dS behind it, may be rounded to the dtype: ``u`` and half the smallest number again.
     - dQ, dK, dV: the errors of P or dS times the other factor, ``(sqrt(n) + 8) * eps`` times what a
       sum of n products adds up, two units in the last place of the largest element of the row, the
       accumulator's smallest number for each product.
@@ -203,6 +204,8 @@ class _Errors:
                 self.by_product + self.by_product_off
             )
             self.by_product = slope * self.by_product
+            rounded = scale * self.vanishing * (self.p > 0) * (1 + abs(change))
+            self.by_product_off += self.unit * self.by_product + rounded
 
     def of_queries(self) -> Array:
         bound = self._product(self.by_product, self.by_product_off, self.by_head("k"))

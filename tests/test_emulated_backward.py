@@ -397,3 +397,22 @@ def test_without_query_heads_nothing_comes_back() -> None:
     for gradient, a in zip(got[:4], (zeros, k, v, bias), strict=True):
         assert gradient.shape == a.shape
         assert not gradient.any()
+
+
+def test_a_steep_cap_leaves_weights_few_digits_in_float16() -> None:
+    """P times the cap's derivative is below float16's normal numbers, and handed over so."""
+    case = Case(
+        batch=3,
+        seqlen_q=1,
+        seqlen_k=56,
+        head_dim=8,
+        head_dim_v=8,
+        dtype="float16",
+        scores="jumping",
+        jumps=((0, 1.0),),
+        scale=-0.3,
+        softcap=0.5,
+    )
+    arrays, dlse = saved(case)
+    got = attention_backward(emulator(90), *arrays, dlse=dlse, **case.options(np))
+    assert_right(case, got)
