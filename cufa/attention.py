@@ -155,8 +155,18 @@ def attention(
     arrays = Arrays(q, k, v, mask, bias, alibi_slopes, sink, out)
     call: Signature | None
     try:
-        options = causal, window, softcap, scale, layout, return_lse, algorithm
-        call = sign(arrays, *options, dropout_p, dropout_seed)
+        call = sign(
+            arrays,
+            causal,
+            window,
+            softcap,
+            scale,
+            layout,
+            return_lse,
+            algorithm,
+            dropout_p,
+            dropout_seed,
+        )
     except ForeignArray:
         call = None
     if call is None:  # out of the except clause, of which errors in here are no consequence

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cufa.errors import UnsupportedError
-from cufa.gpu.config import BWD_QUERIES, BWD_QUERIES_MMA, BWD_ROWS, BWD_SINK, Config
+from cufa.gpu.config import (
+    BWD_QUERIES,
+    BWD_QUERIES_MMA,
+    BWD_ROWS,
+    BWD_SINK,
+    Config,
+    round_up,
+)
 from cufa.gpu.device import Device
 from cufa.gpu.params import make_backward_params, padded_rows
-from cufa.gpu.plan import MAX_GRID, KernelKey, Plan, Step, key_for
+from cufa.gpu.plan import MAX_GRID, KernelKey, Plan, Step, bare_key, key_for
 from cufa.gpu.registry import select_backward
 from cufa.gradients import BackwardProblem
 
@@ -54,7 +61,7 @@ def workspace_of(problem: BackwardProblem) -> _Sizes:
     rounded up to a multiple of 128, head_dim to one of 32."""
     forward = problem.forward
     rows = forward.batch * forward.heads * padded_rows(forward)
-    return _Sizes(2 * rows, rows * _whole_head_dim(forward.head_dim) * _is_gathered(problem))
+    return _Sizes(2 * rows, rows * round_up(forward.head_dim, 32) * _is_gathered(problem))
 
 
 def _is_gathered(problem: BackwardProblem) -> bool:
@@ -124,34 +131,14 @@ def plain_key(
     dq: bool = False,
     result: str | None = None,
 ) -> KernelKey:
-    """Of a kernel that sees no scores; what makes no difference to it is always the same."""
-    return KernelKey(
-        kernel=kernel,
-        arch=arch,
-        dtype=dtype,
-        head_dim=_whole_head_dim(head_dim)
-        if dq or kernel in (BWD_QUERIES, BWD_QUERIES_MMA)
-        else 32,
-        head_dim_v=_whole_head_dim(head_dim_v) if kernel == BWD_ROWS else 32,
-        aligned=aligned and kernel != BWD_SINK,
-        left=False,
-        right=False,
-        mask=False,
-        bias=None,
-        alibi=False,
-        softcap=False,
-        sink=False,
-        dropout=False,
-        lse=False,
-        fold_scale=True,
-        config=PLAIN_TILES[kernel],
-        dq=dq,
-        result=result,
-    )
-
-
-def _whole_head_dim(head_dim: int) -> int:
-    return -(-head_dim // 32) * 32
+    """Of a kernel that goes around those that see scores."""
+    facts: dict[str, Any] = {"dtype": dtype, "dq": dq, "result": result}
+    facts["aligned"] = aligned and kernel != BWD_SINK
+    if dq or kernel in (BWD_QUERIES, BWD_QUERIES_MMA):
+        facts["head_dim"] = round_up(head_dim, 32)
+    if kernel == BWD_ROWS:
+        facts["head_dim_v"] = round_up(head_dim_v, 32)
+    return bare_key(kernel, arch, PLAIN_TILES[kernel], **facts)
 
 
 def _checked(grid: int, kernel: str) -> bool:

@@ -190,25 +190,17 @@ def key_for(spec: KernelSpec, problem: Problem, device: Device) -> KernelKey:
 def _mask_tiles_key(key: KernelKey) -> KernelKey:
     """Of the kernel that looks at masks for another's tile; one for all dtypes and head dims."""
     tile = key.config._replace(threads=_MASK_THREADS, stages=1, blocks_per_sm=_MASK_BLOCKS_PER_SM)
-    return KernelKey(
-        kernel=MASK_TILES,
-        arch=key.arch,
-        dtype="float32",
-        head_dim=32,
-        head_dim_v=32,
-        aligned=False,
-        left=key.left,
-        right=key.right,
-        mask=True,
-        bias=None,
-        alibi=False,
-        softcap=False,
-        sink=False,
-        dropout=False,
-        lse=False,
-        fold_scale=True,
-        config=tile,
-    )
+    bounds = {"left": key.left, "right": key.right}
+    return bare_key(MASK_TILES, key.arch, tile, mask=True, **bounds)
+
+
+def bare_key(kernel: str, arch: int, config: Config, **facts: Any) -> KernelKey:
+    """Of a kernel that computes no attention, with what makes no difference to it always the same:
+    all but the facts given."""
+    off = ("aligned", "left", "right", "mask", "alibi", "softcap", "sink", "dropout", "lse")
+    same = {"dtype": "float32", "head_dim": 32, "head_dim_v": 32, "bias": None, "fold_scale": True}
+    every = {**dict.fromkeys(off, False), **same, **facts}
+    return KernelKey(kernel=kernel, arch=arch, config=config, **every)
 
 
 def _only_scales(problem: Problem) -> bool:

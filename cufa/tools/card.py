@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cufa.tools.timing import IDLE_S, Burst, Contender, keep_busy
+from cufa.tools.timing import IDLE_S, Burst, Contender, keep_busy, sizes_of
 
 #: The library of arrays.
 xp: Any = cupy
@@ -113,9 +113,7 @@ def extra_bytes(call: Callable[[], Any]) -> int:
     """The most device memory that a call held through CuPy, less its result."""
     with _Peak() as peak:
         result = call()
-    arrays = result if isinstance(result, tuple) else (result,)
-    sizes = (a.nbytes for a in arrays if a is not None)
-    handed_out = sum(-(-size // 512) * 512 for size in sizes)  # the pool's unit
+    handed_out = sum(-(-size // 512) * 512 for size in sizes_of(result))  # the pool's unit
     return max(0, int(peak.bytes - handed_out))
 
 

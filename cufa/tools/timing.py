@@ -106,13 +106,13 @@ def host_extra_bytes(call: Callable[[], Any]) -> int:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    return max(0, int(peak - result_bytes(result)))
+    return max(0, int(peak - sum(sizes_of(result))))
 
 
-def result_bytes(result: Any) -> int:
-    """Of an array, or of the arrays of a tuple."""
+def sizes_of(result: Any) -> list[int]:
+    """Bytes of an array, or of each array of a tuple."""
     arrays = result if isinstance(result, tuple) else (result,)
-    return sum(int(a.nbytes) for a in arrays if a is not None)
+    return [int(a.nbytes) for a in arrays if a is not None]
 
 
 @dataclass(frozen=True)
