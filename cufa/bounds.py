@@ -19,6 +19,9 @@ Array = NDArray[np.float64]
 #: of rounding its logarithm.
 VANISHING = 3000
 
+#: A score that is further above an earlier maximum is not weighed by that: float32 ends at e**88.7.
+FARTHEST = 89
+
 
 class Error(NamedTuple):
     """How far a result is from the exact answer, at its worst."""
@@ -74,6 +77,10 @@ def exact(
       so that their roundings are alike too. Scale, cap, ALiBi, bias, the change to base 2 and the
       subtraction of the maximum are a few roundings more: ``4 * eps`` times the size of what they
       handle.
+    - Weights by an old maximum, in 16 bits: Hopper's kernel weighs a block of keys by the maximum
+      of later ones, by which the row's largest score may be up to `FARTHEST` high; that difference
+      is rounded, and so is the one by which weights get small again: ``eps`` times the height of
+      the largest score above that of the last key seen, at most.
     - Weights: ``p * expm1(delta)`` for scores that are off by ``delta``, the key's own error and,
       through the sum, the average one.
     - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
@@ -107,7 +114,10 @@ def exact(
         unseen = scores.max(-1, keepdims=True, initial=-np.inf) == -np.inf
         base = np.where(unseen, 0, lse4)
         p = np.exp(scores - base)
-        delta = np.where(p == 0, 0, score_errors(q, k, base, **options))
+        delta = score_errors(q, k, base, **options)
+        if q.dtype.itemsize == 2 and algorithm in ("auto", "fa3"):
+            delta = delta + eps * _height_above_last(scores)
+        delta = np.where(p == 0, 0, delta)
         average = (p * delta).sum(-1, keepdims=True)
         moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
         counts: Any = 1
@@ -195,6 +205,16 @@ def fractions(got: Any, want: Array, bound: Array) -> Array:
 def to_numpy(a: Any) -> NDArray[Any]:
     """`a`, an array of NumPy or CuPy, in host memory."""
     return np.asarray(a.get() if hasattr(a, "get") else a)
+
+
+def _height_above_last(scores: Array) -> Array:
+    """Of each row: how far the largest score is above that of the last key seen."""
+    if scores.shape[3] == 0:
+        return np.zeros((*scores.shape[:3], 1))
+    seen = scores > -np.inf
+    last = scores.shape[3] - 1 - seen[..., ::-1].argmax(-1, keepdims=True)
+    height = scores.max(-1, keepdims=True) - np.take_along_axis(scores, last, -1)
+    return np.where(seen.any(-1, keepdims=True), np.minimum(height, FARTHEST), 0)
 
 
 def score_errors(q: Any, k: Any, base: Array, **options: Any) -> Array:

@@ -105,6 +105,19 @@ STALE = Case(seqlen_k=64, head_dim=32, head_dim_v=32, dtype="bfloat16", scores="
 @example(case=replace(STALE, dtype="float16", seqlen_q=1, jumps=((0, 92.0), (1, -92.0))))
 # An old m and the log of a large sum, which nearly cancel, are lse.
 @example(case=replace(STALE, head_dim=8, seqlen_q=64, seqlen_k=33, jumps=((1, -80.0),)))
+# The difference to an old m is rounded to a multiple of far more than lse has.
+@example(
+    case=replace(
+        STALE,
+        kv_heads=2,
+        head_dim=8,
+        head_dim_v=24,
+        seqlen_q=260,
+        dtype="float16",
+        jumps=((1, -237.1),),
+        scale=0.05,
+    )
+)
 # The output overflows; then m moves up in a block that is masked, and makes the sum small again.
 @example(
     case=replace(
