@@ -115,7 +115,7 @@ def exact(
         base = np.where(unseen, 0, lse4)
         p = np.exp(scores - base)
         delta = score_errors(q, k, base, **options)
-        if q.dtype.itemsize == 2 and algorithm in ("auto", "fa3"):
+        if weighs_by_old_maxima(q.dtype, algorithm):
             delta = delta + eps * _height_above_last(scores)
         delta = np.where(p == 0, 0, delta)
         average = (p * delta).sum(-1, keepdims=True)
@@ -207,6 +207,11 @@ def to_numpy(a: Any) -> NDArray[Any]:
     return np.asarray(a.get() if hasattr(a, "get") else a)
 
 
+def weighs_by_old_maxima(dtype: np.dtype[Any], algorithm: str) -> bool:
+    """Whether a call may go to a kernel that does."""
+    return dtype.itemsize == 2 and algorithm in ("auto", "fa3")
+
+
 def _height_above_last(scores: Array) -> Array:
     """Of each row: how far the largest score is above that of the last key seen."""
     if scores.shape[3] == 0:
@@ -229,9 +234,14 @@ def dot_growth(a: Any, b: Any, layout: str = "bhsd", **_: Any) -> Array:
     a, b = (reference.four_axes(x, layout) for x in (a, b))
     b = reference.per_query_head(b, a.shape[1])
     rows, columns = ((x == x[..., :1]).all(-1) for x in (a, b))
-    probable = math.sqrt(a.shape[-1])
-    certain = max(a.shape[-1] / 2, probable)
+    probable, certain = growths(a.shape[-1])
     return np.where(rows[..., :, None] & columns[..., None, :], certain, probable)
+
+
+def growths(terms: int) -> tuple[float, float]:
+    """The error of a dot product, in ``eps * |a| @ |b|``: the probable one, and the certain one."""
+    probable = math.sqrt(terms)
+    return probable, max(terms / 2, probable)
 
 
 def score_sizes(

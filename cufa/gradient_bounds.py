@@ -84,7 +84,7 @@ def exact_gradients(
       it, and dS behind it, may be rounded to the dtype: ``u`` and half the smallest number again.
     - dQ, dK, dV: the errors of P or dS times the other factor, ``(sqrt(n) + 8) * eps`` times what a
       sum of n products adds up, two units in the last place of the largest element of the row, the
-      accumulator's smallest number for each product.
+      accumulator's smallest number for each product, in dV times what dropout multiplies by.
     - dbias and dsink: the same for sums of dS and of ``exp(sink - lse) * D``.
     """
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
@@ -155,8 +155,9 @@ class _Errors:
         self.shape, row = s.shape, (*s.shape[:3], 1)
         lse, self.lse_off = (np.reshape(a, row) for a in (forward.lse, forward.lse_bound))
         self.counts: Any = 1
+        self.kept_scale = 1 / (1 - dropout["dropout_p"])
         if p := dropout["dropout_p"]:
-            self.counts = reference.kept(dropout["dropout_seed"], p, s.shape) / (1 - p)
+            self.counts = reference.kept(dropout["dropout_seed"], p, s.shape) * self.kept_scale
         empty = lse == -np.inf
         self.base = np.where(empty, 0, lse)
         self.dout = np.where(empty, 0, four_axes(dout, self.layout))
@@ -217,7 +218,7 @@ class _Errors:
 
     def of_values(self) -> Array:
         p, off = ((self.counts * a).swapaxes(2, 3) for a in (self.p, self.p_off))
-        return self._back(self._product(p, off, self.dout), "v")
+        return self._back(self._product(p, off, self.dout, self.kept_scale), "v")
 
     def of_bias(self) -> Array:
         bias = self.given["bias"]
@@ -237,12 +238,13 @@ class _Errors:
         """Keys or values, one for each query head."""
         return per_query_head(four_axes(self.given[name], self.layout), self.shape[1])
 
-    def _product(self, a: Array, off: Array, b: Array) -> Array:
-        """Error of ``a @ b``, without the rounding of the result, for an `a` that is off."""
+    def _product(self, a: Array, off: Array, b: Array, after: float = 1) -> Array:
+        """Error of ``a @ b``, without the rounding of the result, for an `a` that is off. Of a
+        factor in `a`, `after` may be applied to the product instead."""
         # Query heads that share a key are summed as one: as many more terms as there are heads,
         # though the root of their number counts, not it.
         sums = (math.sqrt(a.shape[-1] * max(1, self.shape[1])) + 8) * self.eps
-        bound: Array = off @ abs(b) + sums * (abs(a) @ abs(b)) + a.shape[-1] * self.least
+        bound: Array = off @ abs(b) + sums * (abs(a) @ abs(b)) + a.shape[-1] * self.least * after
         return bound
 
     def _sum(self, a: Array, off: Array, axes: tuple[int, ...]) -> Array:

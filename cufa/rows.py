@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa.arrays import Arrays
-from cufa.bounds import rounding, smallest, spacing
+from cufa.bounds import FARTHEST, growths, rounding, smallest, spacing, weighs_by_old_maxima
 from cufa.problem import Problem
 
 Array = NDArray[np.float64]
@@ -82,6 +82,7 @@ class _Formula:
 
         self.xp, self.problem = xp, problem
         self.eps, self.tiniest, self.unit = rounding(arrays.q.dtype)
+        self.blind = weighs_by_old_maxima(arrays.q.dtype, problem.algorithm)
         self.sums = (math.sqrt(problem.seqlen_k) + 8) * self.eps
         self.q, self.k, self.v = (four_axes(a) for a in (arrays.q, arrays.k, arrays.v))
         self.mask, self.bias = spread(arrays.mask, scores), spread(arrays.bias, scores)
@@ -101,13 +102,14 @@ class _Formula:
             facts = [*nothing, sink, self._lse_bound(0, sink), given_lse]
             return xp.concatenate([xp.stack(facts), xp.zeros(2 * d_v), given])
 
-        s, size, later = self._scores(b, h, i, keys)
+        s, dots, later = self._scores(b, h, i, keys)
         top = xp.maximum(s.max(), sink)
         top = xp.where(top == -np.inf, 0, top)
         lse = top + xp.log(xp.exp(s - top).sum() + xp.exp(sink - top))
         base = xp.where(s.max() == -np.inf, 0, lse)
         p = xp.exp(s - base)
-        average, off = self._weight_bounds(p, size, later + abs(base))
+        delta = self.eps * (dots + 4 * (later + abs(base)) + self._height_above_last(s))
+        average, off = self._weight_bounds(p, xp.where(p == 0, 0, delta))
 
         finite, share = xp.isfinite(s), p / p.sum()
         facts = [
@@ -131,12 +133,15 @@ class _Formula:
         return slice(first, last)
 
     def _scores(self, b: int, h: int, i: int, keys: slice) -> tuple[Any, Any, Any]:
-        """Scores of a row; the sizes of what its dot products add up, and of what comes after."""
+        """Scores of a row; errors of its dot products by eps, and sizes of what comes after."""
         xp, problem = self.xp, self.problem
         q = self.q[b, h, i].astype("float64")
         k = self.k[b, h // problem.group, keys].astype("float64")
         s = problem.scale * (k * q).sum(-1)
         size = abs(problem.scale) * (abs(k) * abs(q)).sum(-1)
+        probable, certain = growths(problem.head_dim)
+        alike = (q == q[0]).all() & (k == k[:, :1]).all(-1)
+        dots = (xp.where(alike, certain, probable) + 4) * size
         later = xp.zeros_like(s)
         if problem.softcap is not None:
             s = problem.softcap * xp.tanh(s / problem.softcap)
@@ -151,13 +156,20 @@ class _Formula:
             s, later = s + bias, later + abs(bias)
         if self.mask is not None:
             s = xp.where(self.mask[b, h, i, keys], s, -np.inf)
-        return s, size, later
+        return s, dots, later
 
-    def _weight_bounds(self, p: Any, size: Any, later: Any) -> tuple[Any, Any]:
-        """The average error of a row's scores, and how far each of its weights may be off."""
+    def _height_above_last(self, s: Any) -> Any:
+        """How far the largest score is above that of the last key seen, where that matters."""
+        if not self.blind:
+            return 0
+        seen = s > -np.inf
+        last = s[s.size - 1 - seen[::-1].argmax()]
+        return self.xp.where(seen.any(), self.xp.minimum(s.max() - last, FARTHEST), 0)
+
+    def _weight_bounds(self, p: Any, delta: Any) -> tuple[Any, Any]:
+        """The average error of a row's scores, and how far each of its weights may be off, by
+        those of its scores."""
         xp = self.xp
-        delta = (math.sqrt(self.problem.head_dim) + 4) * size + 4 * later
-        delta = xp.where(p == 0, 0, self.eps * delta)
         average = (p * delta).sum()
         moved = xp.where(p == 0, 0, xp.minimum(p * xp.expm1(delta + average), 1))
         return average, moved + (self.sums + self.unit) * p + self.tiniest * (p > 0)

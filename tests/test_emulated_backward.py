@@ -399,20 +399,36 @@ def test_without_query_heads_nothing_comes_back() -> None:
         assert not gradient.any()
 
 
-def test_a_steep_cap_leaves_weights_few_digits_in_float16() -> None:
-    """P times the cap's derivative is below float16's normal numbers, and handed over so."""
-    case = Case(
-        batch=3,
-        seqlen_q=1,
-        seqlen_k=56,
-        head_dim=8,
-        head_dim_v=8,
-        dtype="float16",
-        scores="jumping",
-        jumps=((0, 1.0),),
-        scale=-0.3,
-        softcap=0.5,
-    )
+#: P times the cap's derivative is below float16's normal numbers, and handed over so.
+STEEP_CAP = Case(
+    batch=3,
+    seqlen_q=1,
+    seqlen_k=56,
+    head_dim=8,
+    head_dim_v=8,
+    dtype="float16",
+    scores="jumping",
+    jumps=((0, 1.0),),
+    scale=-0.3,
+    softcap=0.5,
+)
+#: dV is made of denormal numbers, which dropout multiplies in the end.
+DENORMAL = Case(
+    seqlen_q=2,
+    seqlen_k=48,
+    head_dim=2,
+    head_dim_v=194,
+    dtype="float64",
+    scores="growing",
+    v_size=1e300,
+    window=(11, None),
+    dropout_p=0.9,
+    seed=1,
+)
+
+
+@pytest.mark.parametrize("case", [STEEP_CAP, DENORMAL], ids=["steep cap", "denormal"])
+def test_numbers_that_have_few_digits_left_are_as_near_as_they_can_be(case: Case) -> None:
     arrays, dlse = saved(case)
     got = attention_backward(emulator(90), *arrays, dlse=dlse, **case.options(np))
     assert_right(case, got)

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from problems import moved
 
@@ -16,7 +16,7 @@ from cufa.arrays import Arrays, sign
 from cufa.bounds import Exact, exact
 from cufa.problem import make_problem
 from cufa.rows import exact_rows
-from cufa.testing import Case, assert_within_rounding, cases, to_numpy
+from cufa.testing import Case, Memory, assert_within_rounding, cases, to_numpy
 
 #: So small that every row can be computed on its own.
 SMALL = {"seqlen_q": st.integers(0, 9), "max_elements": 1 << 18}
@@ -45,6 +45,10 @@ def lines(case: Case, answer: Exact) -> Exact:
     return Exact(out, answer.lse.ravel(), bound, answer.lse_bound.ravel(), answer.dtype)
 
 
+# Roundings of a dot product are alike where its terms are.
+@example(case=Case(head_dim=256, q_memory=Memory(step=(1, 1, 1, 0)), scores="equal"))
+# The largest score is far above that of the last key seen.
+@example(case=Case(dtype="float16", scores="jumping", jumps=((1, -40.0),), causal=True))
 @FEW
 @given(case=cases(**SMALL))
 def test_single_rows_are_those_of_the_oracle(xp, case):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from typing import Any
@@ -86,10 +86,11 @@ def feature_sets(scores: Scores) -> list[dict[str, Any]]:
 Place = tuple[str, Scores, Config]
 #: dtype, head_dim, head_dim_v, causal
 Member = tuple[str, int, int, bool]
+Places = dict[Place, list[Member]]
 
 
 @cache
-def places(arch: int) -> dict[Place, list[Member]]:
+def places(arch: int) -> Places:
     """By tile and kind of scores: what takes it, at some length."""
     found: dict[Place, dict[Member, None]] = defaultdict(dict)
     device = Device.of_arch(arch)
@@ -107,16 +108,29 @@ def places(arch: int) -> dict[Place, list[Member]]:
     return {place: list(members) for place, members in found.items()}
 
 
-def units(arch: int) -> Iterator[KernelKey]:
-    """Each tile of the architecture with its largest head dim, which needs most registers. If no
-    older one has the tile in the same text, also with another; the features go round."""
+def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Place, bool]]:
+    """Places of an architecture, and whether they are new: no older one has them in the same text.
+    Of others each tile with one kind of scores, that which has most to it."""
     same = [older for older in ARCHS if older < arch and text_of(older) == text_of(arch)]
-    known = {place for older in same for place in places(older)}
-    for i, (place, members) in enumerate(places(arch).items()):
+    known = {place for older in same for place in places_of(older)}
+    most: dict[tuple[str, Config], Scores] = {}
+    for kernel, scores, tile in places_of(arch):
+        most[kernel, tile] = max(scores, most.get((kernel, tile), scores))
+    for place in places_of(arch):
         kernel, scores, tile = place
+        if place not in known or scores == most[kernel, tile]:
+            yield place, place not in known
+
+
+def units(arch: int) -> Iterator[KernelKey]:
+    """A sample with the largest head dim, which needs most registers; what is new also with
+    another. The features go round."""
+    for i, (place, new) in enumerate(sample(arch, places)):
+        kernel, scores, tile = place
+        members = places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED]
         chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if place not in known:
+        if new:
             chosen.append(members[(i * 7 + arch) % len(members)])
         for j, (dtype, d, dv, causal) in enumerate(chosen):
             features = {**fitting[(i + arch + j * 5) % len(fitting)], "right": causal}
@@ -133,6 +147,11 @@ def mask_units(arch: int) -> Iterator[KernelKey]:
     for ((kernel, tile), (dtype, d, dv, _)), left, right in product(found.items(), _BOTH, _BOTH):
         features = {**feature_sets(Scores.MASKED)[0], "left": left, "right": right}
         yield _mask_tiles_key(KernelKey(kernel, arch, dtype, d, dv, config=tile, **features))
+
+
+def has_own_text(arch: int) -> bool:
+    """Whether no older architecture compiles the same text."""
+    return all(text_of(older) != text_of(arch) for older in ARCHS if older < arch)
 
 
 def text_of(arch: int) -> int:
@@ -159,7 +178,7 @@ _ANY_SCORES = (Scores.OPEN, Scores.PLAIN, Scores.MIXED)
 
 
 @cache
-def backward_places(arch: int) -> dict[tuple[str, Scores, Config], list[Member]]:
+def backward_places(arch: int) -> Places:
     """Likewise of the kernels of the backward pass that see scores."""
     found: dict[Place, dict[Member, None]] = defaultdict(dict)
     device = Device.of_arch(arch)
@@ -200,12 +219,12 @@ def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any)
 
 
 def backward_units(arch: int) -> Iterator[KernelKey]:
-    """Of the backward pass: each tile with its largest head dim, on Hopper for all gradients, and
+    """Of the backward pass: a sample with the largest head dim, on Hopper for all gradients, and
     with another for some; the features go round. Then what goes around them."""
-    same = [older for older in ARCHS if older < arch and text_of(older) == text_of(arch)]
     aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
-    for i, (place, members) in enumerate(backward_places(arch).items()):
+    for i, (place, _) in enumerate(sample(arch, backward_places)):
         kernel, scores, tile = place
+        members = backward_places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
         chosen = [max(members, key=lambda member: member[1] + member[2])]
         if arch == 90:
@@ -215,7 +234,7 @@ def backward_units(arch: int) -> Iterator[KernelKey]:
             n = 0 if arch == 90 and j == 0 else i + arch
             yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
     for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
-        if same and i % len(ARCHS) != ARCHS.index(arch):
+        if not has_own_text(arch) and i % len(ARCHS) != ARCHS.index(arch):
             continue
         if kernel == BWD_QUERIES_MMA and not (aligned and dtype in _DTYPES[:2] and arch >= 80):
             continue
