@@ -45,15 +45,16 @@ class Machine(Protocol):
         """The kernel, ready to be launched on a device."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array for a kernel to fill."""
+        """A result for a kernel to fill: the caller's, also where the call is being captured into a
+        graph."""
 
     def workspace(self, size: int, dtype: Any) -> Any:
-        """What the launches of one call share: an array for them to fill, of one axis. Where they
-        are being captured, the graph's own."""
+        """What the launches of one call share: an array for them to fill, of one axis. The graph's
+        own in a capture."""
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         """A copy of `a`, contiguous, of a dtype (None: its own) and starting at a multiple of 16
-        bytes."""
+        bytes. The graph's own in a capture."""
 
     def tickets(self) -> Any:
         """An array of one uint32 that no other kernel uses meanwhile: 0 before a launch, and the
