@@ -165,6 +165,10 @@ class Case:
     #: Its own seed is drawn from `seed`.
     dropout_p: float = 0.0
     algorithm: str = "auto"
+    #: Of "q", "k", "v", "bias" and "sink" those whose gradient is not wanted; see `wrt`.
+    constants: tuple[str, ...] = ()
+    #: Whether gradients must be the same, bit for bit, from run to run.
+    deterministic: bool = False
     q_memory: Memory = CONTIGUOUS
     k_memory: Memory = CONTIGUOUS
     v_memory: Memory = CONTIGUOUS
@@ -177,15 +181,25 @@ class Case:
         """Query heads."""
         return self.kv_heads * self.group
 
+    @property
+    def wrt(self) -> tuple[str, ...]:
+        """Whose gradients are wanted: of what is given all but `constants`, or all if no other
+        is."""
+        given = {"q": True, "k": True, "v": True, "bias": self.bias is not None, "sink": self.sink}
+        names = tuple(name for name, is_given in given.items() if is_given)
+        return tuple(name for name in names if name not in self.constants) or names
+
     def exact(self) -> Exact:
         """The answer in float64 with error bounds; see `exact`."""
         return exact(*self.arrays(np), **self.options(np))
 
     def exact_gradients(self, through_lse: bool = True) -> ExactGradients:
-        """The gradients for `back` in float64 with error bounds; see `exact_gradients`."""
+        """The gradients for `back`, those in `wrt`, in float64 with error bounds; see
+        `exact_gradients`."""
         dout, dlse = self.back(np)
         dlse = dlse if through_lse else None
-        return exact_gradients(dout, *self.arrays(np), dlse=dlse, **self.options(np))
+        expected = exact_gradients(dout, *self.arrays(np), dlse=dlse, **self.options(np))
+        return expected.only(self.wrt)
 
     def back(self, xp: Any, poison: float = np.nan) -> tuple[Any, Any]:
         """`dout` and `dlse`, the derivatives of a loss by output and lse, about as large as 1.
@@ -204,7 +218,8 @@ class Case:
         """This case bent so that all cases together need about a hundred compiled kernels.
 
         Head dims fall into 33..64 or 97..128, features into the sets of `FEW`, or
-        beside dropout of `FEW_DROPPED`, a bias into float32.
+        beside dropout of `FEW_DROPPED`, a bias into float32; gradients by `k` and `v` are wanted
+        together or not at all.
         """
         on = frozenset(f for f in FEATURES if getattr(self, f) not in (None, False))
         fitting = [few for few in (FEW_DROPPED if self.dropout_p else FEW) if few <= on]
@@ -216,6 +231,8 @@ class Case:
         first = 97 if self.head_dim > 96 else 33
         first_v = max(first, 97 if self.head_dim_v > 96 else 33)
         sizes = first + (self.head_dim - 1) % 32, first_v + (self.head_dim_v - 1) % 32
+        if len({"k", "v"} & {*self.constants}) == 1:
+            drop["constants"] = tuple(n for n in self.constants if n not in ("k", "v"))
         return replace(self, **drop, head_dim=sizes[0], head_dim_v=sizes[1], extra_dtype="float32")
 
     def arrays(self, xp: Any, poison: float = np.nan) -> tuple[Any, Any, Any]:
@@ -272,6 +289,10 @@ class Case:
             backwards = Memory(step=(1, 1, 1, -1))
             options["sink"] = place(xp, sink.astype(dtype), backwards).array[0, 0, 0]
         return options
+
+    def backward_options(self) -> dict[str, Any]:
+        """Those of `cufa.attention_vjp` beside `options`."""
+        return {"wrt": self.wrt, "deterministic": self.deterministic}
 
     def _broadcast(self, placed: Placed) -> Any:
         """Without its leading axes of one element, in half of the cases."""

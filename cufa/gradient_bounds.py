@@ -6,6 +6,7 @@ Imports NumPy, the oracle and the bounds of the forward pass only.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,14 @@ class ExactGradients(NamedTuple):
     bounds: Gradients
     #: Of each gradient, that of its input; None where there is none.
     dtypes: tuple[np.dtype[Any] | None, ...]
+
+    def only(self, wrt: Collection[str]) -> ExactGradients:
+        """Those by some inputs, such as "q"; None in the place of the others."""
+        others: dict[str, Any] = {
+            f: None for f in Gradients._fields if f.removeprefix("d") not in wrt
+        }
+        gradients, bounds = (a._replace(**others) for a in (self.gradients, self.bounds))
+        return self._replace(gradients=gradients, bounds=bounds)
 
 
 def exact_gradients(

@@ -76,14 +76,16 @@ def assert_within_rounding(result: Any, expected: Exact) -> None:
 def assert_gradients_within_rounding(result: Any, expected: ExactGradients) -> None:
     """Fail unless `result`, the five of `cufa.Gradients`, is as near as the dtypes allow.
 
-    Each must have the shape and dtype of its input, and be None where there is no input.
+    Each must have the shape and dtype of its input, and be None where none is expected: there is
+    no input, or its gradient is not wanted.
     """
     wanted = zip(*expected[:2], expected.dtypes, strict=True)
     names = type(expected.gradients)._fields
     for name, got, (want, bound, dtype) in zip(names, result, wanted, strict=True):
         if want is None or bound is None:
-            assert got is None, f"{name} is given, and there is no such input"
+            assert got is None, f"{name} is given, and there is no such input, or it is not wanted"
             continue
+        assert got is not None, f"{name} is None, and it is wanted"
         assert got.dtype == dtype, f"{name} is {got.dtype}, not {dtype}"
         _assert_near(name, got, want, bound)
 
@@ -203,7 +205,8 @@ def cases(
         Most that ``batch * heads * seqlen_q * seqlen_k * (head_dim + head_dim_v)`` may be; one
         batch of one head may exceed it.
     **fixed
-        A value, or a strategy, for any field of `Case`. `dropout_p` is 0 unless given here.
+        A value, or a strategy, for any field of `Case`. Unless given here `dropout_p` is 0,
+        `dout` contiguous, and all gradients are wanted.
     """
 
     def pick(name: str, strategy: st.SearchStrategy[Any]) -> Any:
@@ -240,6 +243,9 @@ def cases(
         q_memory=pick("q_memory", st.just(CONTIGUOUS) | memories()),
         k_memory=pick("k_memory", st.just(CONTIGUOUS) | memories()),
         v_memory=pick("v_memory", st.just(CONTIGUOUS) | memories()),
+        dout_memory=pick("dout_memory", st.just(CONTIGUOUS)),
+        constants=pick("constants", st.just(())),
+        deterministic=pick("deterministic", st.just(False)),
         seed=pick("seed", st.integers(0, 2**32 - 1)),
     )
     # Last, so that one feature less moves no other draw: hypothesis then finds that it can go.

@@ -68,6 +68,23 @@ class PaperGpu:
         self.idle = threading.Event()
         self.Array = type("ndarray", (_Memory,), {"gpu": self})
         self._recorded: dict[int, int] = {}
+        self._in_order = False
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """An array of the allocator in use: had and given back in stream order, or not."""
+        made = np.empty(shape, dtype)
+        if self._in_order:
+            self.in_order.append(("malloc", made.nbytes, self.current))
+            told = ("free", made.nbytes, self.current)
+            weakref.finalize(made, self.in_order.append, told)
+        return made.view(self.Array)
+
+    @contextmanager
+    def using_allocator(self, allocator: Any) -> Iterator[None]:
+        """There is one, that in stream order."""
+        before, self._in_order = self._in_order, True
+        yield
+        self._in_order = before
 
     def array(self, a: Any) -> Any:
         """Memory of this device with the values of a NumPy array."""
@@ -136,21 +153,19 @@ class PaperGpu:
             def __init__(self, owner: Any, interface: dict[str, Any]) -> None:
                 self.owner, self.__array_interface__ = owner, {**interface, "version": 3}
 
-        class MemoryAsync:
-            """Had and given back in stream order."""
-
-            def __init__(self, size: int, stream: Any) -> None:
-                self.owner = np.empty(size, np.uint8)
-                self.ptr, self.size, self.stream = self.owner.ctypes.data, size, stream.ptr
-                gpu.in_order.append(("malloc", size, self.stream))
-                weakref.finalize(self.owner, gpu.in_order.append, ("free", size, self.stream))
-
         def ndarray(shape: Any, dtype: Any, memptr: Any = None, strides: Any = None) -> Any:
             if memptr is None:
-                return gpu.array(np.empty(shape, dtype))
+                return gpu.empty(shape, dtype)
             facts = {"shape": shape, "strides": strides, "typestr": np.dtype(dtype).str}
             at = ArrayAt(memptr.mem.owner, {**facts, "data": (memptr.mem.ptr, False)})
             return np.asarray(at).view(gpu.Array)
+
+        def ascontiguousarray(a: Any) -> Any:
+            if isinstance(a, gpu.Array) and a.flags.c_contiguous:
+                return a
+            made = gpu.empty(a.shape, a.dtype)  # of a temporary too, which lies in NumPy's memory
+            made[...] = a
+            return made
 
         def asarray(a: Any) -> Any:
             facts = dict(a.__cuda_array_interface__)
@@ -166,10 +181,12 @@ class PaperGpu:
         )
         module: Any = ModuleType("cupy")
         module.ndarray, module.asarray = ndarray, asarray
+        module.ascontiguousarray = ascontiguousarray
         module.zeros = lambda shape, dtype: gpu.array(np.zeros(shape, dtype))
         module.from_dlpack = lambda a: gpu.imported(a, gpu.current)
         cuda = module.cuda = ModuleType("cupy.cuda")
-        cuda.Device, cuda.Memory, cuda.MemoryAsync = _Device, Memory, MemoryAsync
+        cuda.Device, cuda.Memory = _Device, Memory
+        cuda.using_allocator, cuda.malloc_async = gpu.using_allocator, None
         cuda.Event, cuda.UnownedMemory, cuda.runtime = Event, UnownedMemory, runtime
         cuda.MemoryPointer = lambda mem, offset: SimpleNamespace(mem=mem)
         cuda.get_current_stream = lambda: SimpleNamespace(

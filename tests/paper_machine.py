@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cufa.gpu.device import Device
-from cufa.gpu.params import Buffers
+from cufa.gpu.params import Buffers, GradientBuffers
 from cufa.gpu.plan import KernelKey, Step
 from cufa.testing import numpy_dtype
 
@@ -47,4 +47,14 @@ class PaperMachine:
         return self.counters[-1]
 
     def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
+        self.launched.append((step, buffers))
+
+    def launch_backward(
+        self,
+        kernel: Any,
+        step: Step,
+        buffers: Buffers,
+        gradients: GradientBuffers,
+        seed: Any = None,
+    ) -> None:
         self.launched.append((step, buffers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ import cufa
 from cufa import (
     ArgumentError,
     DTypeError,
-    Gradients,
     ShapeError,
     UnsupportedError,
     blocks,
@@ -60,14 +60,29 @@ def test_only_gradients_that_are_wanted_are_returned(xp, fit, case, names):
     given = {"q", "k", "v"} | options.keys()
     wrt = [name for name in NAMES if name in names & given] or ["q"]
     _, vjp = cufa.attention_vjp(*case.arrays(xp), wrt=wrt, **options)
-    expected = case.exact_gradients()
-    kept = [
-        Gradients(*(a if name in wrt else None for name, a in zip(NAMES, part, strict=True)))
-        for part in expected[:2]
-    ]
-    assert_gradients_within_rounding(
-        vjp(dout, dlse), expected._replace(gradients=kept[0], bounds=kept[1])
-    )
+    assert_gradients_within_rounding(vjp(dout, dlse), case.exact_gradients().only(wrt))
+
+
+@given(
+    case=cases(
+        max_elements=1 << 18,
+        constants=st.sets(st.sampled_from(NAMES)).map(tuple),
+        deterministic=st.booleans(),
+    ),
+    bent=st.booleans(),
+)
+def test_a_case_expects_the_gradients_that_it_asks_for(case, bent):
+    case = case.few_kernels() if bent else case
+    _, vjp = cufa.attention_vjp(*case.arrays(np), **case.options(np), **case.backward_options())
+    got = vjp(*case.back(np))
+    wanted = {name for name, a in zip(NAMES, got, strict=True) if a is not None}
+    assert wanted == {*case.wrt}
+    assert_gradients_within_rounding(got, case.exact_gradients())
+    assert not bent or ("k" in wanted) == ("v" in wanted)
+    fewer = replace(case, constants=(*case.constants, case.wrt[0]))
+    if fewer.wrt != case.wrt:
+        with pytest.raises(AssertionError, match=r"it is (not )?wanted"):
+            assert_gradients_within_rounding(got, fewer.exact_gradients())
 
 
 @given(

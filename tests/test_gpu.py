@@ -108,6 +108,36 @@ def test_a_graph_owns_what_memory_calls_need_beside_their_arrays(cupy, qkv, algo
         assert all(bool((a == 255).all()) for a in taken)
 
 
+@pytest.mark.parametrize("mode", ["Global", "Relaxed"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_graph_owns_the_copies_of_its_arguments(cupy, dtype, mode):
+    """CuPy's pool has given their memory to others when it runs."""
+    q, k, v = normal(cupy, 3, 2, 4, 200, 128, dtype=dtype)
+    sink, slopes = (normal(cupy, 4, dtype="float64", seed=seed) for seed in (1, 2))
+    halves = [(a[..., ::2], a[..., 1::2]) for a in (q, k, v)]  # the last axis is not contiguous
+    outs = [cupy.empty((2, 4, 200, 64), dtype) for _ in range(2)]
+    calls = [
+        partial(cufa.attention, *arrays, sink=sink, alibi_slopes=abs(slopes), out=out)
+        for arrays, out in zip(zip(*halves, strict=True), outs, strict=True)
+    ]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        want = [call().copy() for call in calls]
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        for call in calls:
+            call()
+        graph = stream.end_capture()
+        sizes = [1 << n for n in range(5, 24)]
+        taken = [cupy.full(size, 255, "uint8") for size in sizes for _ in range(3)]
+        for _ in range(3):
+            for out in outs:
+                out.fill(cupy.nan)
+            graph.launch(stream)
+            assert all(bool((a == b).all()) for a, b in zip(outs, want, strict=True))
+        assert all(bool((a == 255).all()) for a in taken)
+
+
 def test_a_graph_of_several_calls_may_be_launched_again_and_again(cupy, qkv):
     q, k, v = qkv
     outs = [cupy.empty_like(q) for _ in range(3)]

@@ -7,6 +7,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -85,18 +86,25 @@ def test_other_kernels_have_neither_counter_nor_maps():
     assert machine.counters == []
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@contextmanager
+def paper_gpu() -> Iterator[Any]:
     """A GPU on paper in the place of CuPy, and `cufa.gpu.cards` on it."""
     made: Any = PaperGpu()
     cupy = made.cupy()
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-    monkeypatch.delitem(sys.modules, "cufa.gpu.cards", raising=False)
-    monkeypatch.setattr(package, "cards", None, raising=False)
-    made.cards = importlib.import_module("cufa.gpu.cards")
-    yield made
-    del sys.modules["cufa.gpu.cards"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", cupy)
+        patch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+        patch.delitem(sys.modules, "cufa.gpu.cards", raising=False)
+        patch.setattr(package, "cards", None, raising=False)
+        made.cards = importlib.import_module("cufa.gpu.cards")
+        yield made
+        del sys.modules["cufa.gpu.cards"]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    with paper_gpu() as made:
+        yield made
 
 
 def test_launches_in_one_stream_share_a_counter_and_no_others(gpu: Any):
@@ -161,6 +169,38 @@ def test_the_workspace_of_a_captured_call_is_the_graphs(gpu: Any):
         del made
         gc.collect()
         assert gpu.in_order == [("malloc", 40, 7), ("free", 40, 7)]
+
+
+@given(
+    size=st.integers(3, 20),
+    step=st.sampled_from([2, -1]),
+    dtype=st.sampled_from([None, "float32"]),
+)
+def test_a_copy_made_for_a_captured_call_is_the_graphs(size: int, step: int, dtype: str | None):
+    """As its workspace is."""
+    with paper_gpu() as gpu:
+        a = gpu.array(np.linspace(-1e300, 1e300, size))[::step]
+        with gpu.stream(7):
+            made = gpu.cards.CARDS.contiguous(a, dtype)
+            assert gpu.in_order == []
+            gpu.capturing = True
+            of_graph = gpu.cards.CARDS.contiguous(a, dtype)
+            gpu.capturing = False
+        np.testing.assert_array_equal(of_graph, made)
+        assert np.isfinite(of_graph).all()
+        told = [(what, of_graph.nbytes, 7) for what in ("malloc", "free")]
+        assert gpu.in_order == told[:1]
+        del of_graph
+        gc.collect()
+        assert gpu.in_order == told
+
+
+def test_a_result_of_a_captured_call_is_the_callers(gpu: Any):
+    """A graph's own would be gone for the caller before it is there."""
+    with gpu.stream(7):
+        gpu.capturing = True
+        gpu.cards.CARDS.empty((10,), "float32")
+    assert gpu.in_order == []
 
 
 class Told:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import subprocess
@@ -17,16 +18,25 @@ from paper_machine import PaperMachine
 from rich.console import Console
 
 import cufa
-from cufa import ArgumentError
-from cufa.arrays import Arrays, are_aligned, sign
+from cufa import ArgumentError, UnsupportedError
+from cufa.arrays import Arrays, address_of, are_aligned, sign
 from cufa.bounds import Error, worst_error
 from cufa.gpu import launch
 from cufa.gpu.device import Device
-from cufa.gpu.registry import KERNELS
+from cufa.gpu.registry import BACKWARD_KERNEL_NAMES, BACKWARD_KERNELS, KERNELS
+from cufa.gradients import NAMES, Saved, sign_backward
 from cufa.options import ALGORITHMS
-from cufa.testing import FEATURES, Case, assert_within_rounding, cases
-from cufa.tools import cli
-from cufa.tools.backends import Backend, find_backends
+from cufa.testing import (
+    CONTIGUOUS,
+    FEATURES,
+    Case,
+    Memory,
+    assert_within_rounding,
+    cases,
+    memories,
+)
+from cufa.tools import cli, verify
+from cufa.tools.backends import AROUND, NO_KERNEL, Backend, find_backends
 from cufa.tools.script import make_script
 from cufa.tools.search import Wish, search
 from cufa.tools.verify import Tally
@@ -47,6 +57,19 @@ cufa.attention = wrong
 """
 
 
+#: Rows of head_dim 36 that start at multiples of 16 bytes; rows that do not.
+PADDED, ODD = Memory(margin=(0, 0, 0, 4)), Memory(offset=1)
+
+
+def asked_otherwise():
+    """For `cases`: gradients of some inputs only, of another layout, or the same bits each time."""
+    return {
+        "constants": st.lists(st.sampled_from(NAMES), unique=True).map(tuple),
+        "deterministic": st.booleans(),
+        "dout_memory": st.just(CONTIGUOUS) | memories(),
+    }
+
+
 def on_any(*arrays, algorithm="auto", **options):
     """Attention in NumPy, in the place of kernels of any algorithm too."""
     if algorithm in ("fa1", "fa3"):
@@ -57,8 +80,8 @@ def on_any(*arrays, algorithm="auto", **options):
 class Seen(list):
     """What a search observed of the calls that were right."""
 
-    def right(self, kernel, dtype, error):
-        self.append((kernel, dtype, error))
+    def right(self, kernels, dtype, error):
+        self += [(kernel, dtype, error) for kernel in kernels]
 
     def wrong(self):
         pass
@@ -123,7 +146,8 @@ def test_dropout_is_held_by_every_kernel_and_made_small(kernel):
     backend = CPU if kernel == "cpu" else CARD
     failure, _ = find(without, backends=(backend,), kernels=[kernel], max_examples=2000)
     case = failure.case
-    assert (failure.kernel, case.dropout_p) == (kernel, 0.1)
+    assert kernel in failure.kernels
+    assert case.dropout_p == 0.1
     assert case.batch * case.heads * case.seqlen_q <= 4  # of fewer dropout may drop none
     assert not any(getattr(case, feature) for feature in FEATURES)
 
@@ -135,14 +159,17 @@ def test_gradients_are_held_too(direction):
 
         def back(dout, dlse):
             got = vjp(dout, dlse)
-            return got._replace(dk=-got.dk) if options["causal"] else got
+            wrong = options["causal"] and got.dk is not None
+            return got._replace(dk=-got.dk) if wrong else got
 
         return out, back
 
-    failure, seen = find(attention_vjp=wrong, direction=direction, dtypes=["float64"])
+    wish = {"direction": direction, "dtypes": ["float64"], "max_examples": 1000}
+    failure, seen = find(attention_vjp=wrong, **wish)
     assert failure.direction == "backward"
-    assert failure.kernel == "cpu_backward"
+    assert failure.kernels == ("cpu_backward",)
     assert failure.case.causal
+    assert (failure.case.constants, failure.case.deterministic) == ((), False)
     assert "dk is wrong" in str(failure.error)
     assert ("cpu" in {name for name, *_ in seen}) == (direction == "both")
     failure, seen = find(direction=direction, max_examples=40)
@@ -150,8 +177,48 @@ def test_gradients_are_held_too(direction):
     assert "cpu_backward" in {name for name, *_ in seen}
 
 
+def test_a_fault_of_gradients_that_are_asked_for_otherwise_is_found_and_kept_small():
+    def wrong(*arrays, wrt, deterministic, **options):
+        out, vjp = cufa.attention_vjp(*arrays, wrt=wrt, deterministic=deterministic, **options)
+
+        def back(dout, dlse):
+            got = vjp(dout, dlse)
+            right = not deterministic or "k" in wrt or "q" not in wrt
+            return got if right else got._replace(dq=got.dq + got.dq.dtype.type(1))
+
+        return out, back
+
+    failure, _ = find(attention_vjp=wrong, direction="backward", max_examples=1000)
+    case = failure.case
+    assert (case.constants, case.deterministic) == (("k",), True)
+    assert (case.heads, case.seqlen_q) == (1, 1)
+    assert not any(getattr(case, feature) for feature in FEATURES)
+    script = make_script(case, "numpy", "backward")
+    assert "deterministic=True" in script
+    assert "wrt=('q', 'v')" in script
+
+
+def test_a_kernel_for_gradients_that_is_missing_is_an_error(monkeypatch):
+    """Every call by FlashAttention-2 has one, whatever its gradients."""
+    without = {**BACKWARD_KERNELS, "queries": BACKWARD_KERNELS["queries"][:1]}
+    monkeypatch.setattr("cufa.gpu.registry.BACKWARD_KERNELS", without)
+    launch._prepare_backward.cache_clear()
+    with pytest.raises(UnsupportedError, match="no backward kernel"):
+        find(backends=(CARD,), direction="backward", max_examples=100)
+
+
 def test_gradients_that_are_wrong_make_a_script_that_shows_it(tmp_path):
-    case = Case(seqlen_q=3, seqlen_k=5, head_dim=4, head_dim_v=2, dtype="float64", sink=True)
+    case = Case(
+        seqlen_q=3,
+        seqlen_k=5,
+        head_dim=4,
+        head_dim_v=2,
+        dtype="float64",
+        sink=True,
+        constants=("k", "v"),
+        deterministic=True,
+        dout_memory=Memory(step=(1, 1, 2, 1)),
+    )
     script = make_script(case, "numpy", "backward")
     done = run_script(script, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -233,6 +300,16 @@ def test_only_the_kernel_wished_for_is_held(kernel):
     assert {name for name, *_ in seen} == {kernel}
 
 
+@pytest.mark.parametrize("kernel", [*BACKWARD_KERNEL_NAMES, *AROUND])
+def test_every_kernel_that_is_launched_can_be_wished_for(kernel):
+    wish = {"kernels": [kernel], "dtypes": ["float16"], "direction": "both"}
+    _, seen = find(on_any, backends=(CARD,), max_examples=5, **wish)
+    assert {name for name, *_ in seen} == {kernel}
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    assert parser.parse_args(["--kernel", kernel]).kernel == [kernel]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_only_the_algorithm_wished_for_is_drawn(algorithm):
     asked = set()
@@ -306,9 +383,9 @@ def test_a_kernel_of_the_gpu_needs_one(monkeypatch, capsys):
 
 
 @settings(max_examples=40)
-@given(case=cases(max_elements=1 << 16))
+@given(case=cases(max_elements=1 << 16, **asked_otherwise()))
 def test_the_script_makes_the_case_it_is_about(case):
-    text = make_script(case, "numpy")
+    text = make_script(case, "numpy", "backward")
     made = text[: text.index("q, k, v =")]
     names: dict[str, object] = {}
     exec(made, names)
@@ -334,11 +411,13 @@ def rendered(tally):
 def test_what_is_shown_meanwhile_is_the_worst_error_so_far(limits, shown):
     tally = Tally(Wish(seed=3, **limits))
     for fraction in (0.125, 0.5, 0.25):
-        tally.right("cpu", "float16", Error(absolute=1e-3, fraction=fraction))
+        tally.right(("a", "b"), "float16", Error(absolute=1e-3, fraction=fraction))
     text = rendered(tally)
     assert "3 calls" in text
     assert shown in text
-    assert ["cpu", "float16", "3", "0.500"] in [line.split() for line in text.splitlines()]
+    rows = [line.split() for line in text.splitlines()]
+    assert ["a", "float16", "3", "0.500"] in rows
+    assert ["b", "float16", "3", "0.500"] in rows
 
 
 def test_shrinking_is_shown():
@@ -354,24 +433,58 @@ def test_shrinking_is_shown():
 def test_the_table_at_the_end_has_the_quantiles_of_the_errors(capsys):
     tally = Tally(Wish(seed=3))
     for n in range(101):
-        tally.right("cpu", "float16", Error(absolute=n, fraction=n / 100))
+        tally.right(["cpu"], "float16", Error(absolute=n, fraction=n / 100))
     tally.show()
     want = ["cpu", "float16", "101", "0.500", "0.900", "0.990", "1.000"]
     want += ["5.0e+01", "9.0e+01", "9.9e+01", "1.0e+02"]
     assert want in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-@given(case=cases(batch=1, seqlen_q=st.integers(1, 200)))
-def test_the_kernel_named_is_the_one_launched(case):
+def launched(case):
+    """What launching a call, and then its gradients, launches, on paper."""
     arrays, options = case.arrays(np), case.options(np)
     machine = PaperMachine(CARD.device)
-    given = {n: a for n, a in options.items() if n in Arrays._fields}
+    held = Arrays(*arrays, **{n: a for n, a in options.items() if n in Arrays._fields})
     plain = {n: a for n, a in options.items() if n not in Arrays._fields}
-    held = Arrays(*arrays, **given)
-    call = sign(held, **plain, return_lse=True, algorithm="auto")
-    launch.run(machine, call._replace(aligned=are_aligned(held)), held)
-    *_, (last, _) = machine.launched  # before it may come what looks at a mask
-    assert last.key.kernel == CARD.kernel(*arrays, **options)
+    call = sign(held, **{"algorithm": "auto", **plain}, return_lse=True)
+    call = call._replace(aligned=are_aligned(held))
+    out, lse = launch.run(machine, call, held)
+    forward = [step.key.kernel for step, _ in machine.launched]
+    machine.launched.clear()
+    dout, dlse = case.back(np)
+    saved = Saved(dout, out, lse, dlse)
+    back = sign_backward(call, saved, case.wrt, case.deterministic)
+    back = back._replace(aligned=(address_of(dout) | address_of(out)) % 16 == 0)
+    launch.run_backward(machine, back, held, saved)
+    return forward, [step.key.kernel for step, _ in machine.launched]
+
+
+@given(case=cases(max_elements=1 << 20, **asked_otherwise()))
+def test_the_kernels_named_are_those_launched(case):
+    arrays, options = case.arrays(np), case.options(np)
+    forward, backward = launched(case)
+    assert CARD.kernels(*arrays, **options) == ((*forward,) or (NO_KERNEL,))
+    named = CARD.backward_kernels(*case.back(np), *arrays, **options, **case.backward_options())
+    assert named == ((*backward,) or (NO_KERNEL,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "fa2_bwd"),
+        ({"dout_memory": Memory(offset=1)}, "fa2_bwd_simt"),
+        ({"dout_memory": Memory(margin=(0, 0, 0, 3))}, "fa2_bwd_simt"),
+        ({"head_dim": 36, "q_memory": PADDED, "k_memory": PADDED}, "fa2_bwd_simt"),
+        ({"deterministic": True, "constants": ("k", "v")}, "fa2_bwd_dq"),
+        ({"deterministic": True, "constants": ("k", "v"), "v_memory": ODD}, "fa2_bwd_dq_simt"),
+    ],
+)
+def test_which_kernel_gradients_take_is_said_by_all_their_arrays(changes, kernel):
+    """The results too: of head_dim 36 their rows are not aligned, though those of q and k are."""
+    case = Case(seqlen_q=20, dtype="float16", **changes)
+    arrays, options = case.arrays(np), {**case.options(np), **case.backward_options()}
+    named = CARD.backward_kernels(*case.back(np), *arrays, **options)
+    assert named[1] == kernel
 
 
 @settings(max_examples=30)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 import threading
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
 import cupy
-import numpy as np
 from cupy.cuda import Device as CudaDevice
-from cupy.cuda import Memory, MemoryAsync, MemoryPointer, get_current_stream, runtime
+from cupy.cuda import Memory, MemoryPointer, get_current_stream, runtime
 
 from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
@@ -85,6 +85,18 @@ def _is_captured(stream: int) -> bool:
     return stream not in _LEGACY and bool(runtime.streamIsCapturing(stream))
 
 
+def _memory_of_call() -> AbstractContextManager[None]:
+    """Where arrays made within come from, temporary ones too, that end with the call: CuPy's
+    allocator, or, while the stream is captured, the graph.
+
+    What is had and given back in stream order during a capture belongs to the graph. CuPy's pool
+    may give its own to others before the graph runs, and each time it runs.
+    """
+    if _is_captured(get_current_stream().ptr):
+        return cupy.cuda.using_allocator(cupy.cuda.malloc_async)  # type: ignore[no-any-return]
+    return nullcontext()
+
+
 class _Cards:
     """The machine whose devices are CUDA cards; work goes to CuPy's current stream."""
 
@@ -98,16 +110,12 @@ class _Cards:
         return cupy.ndarray(shape, dtype)  # what cupy.empty calls
 
     def workspace(self, size: int, dtype: Any) -> Any:
-        stream = get_current_stream()
-        if not _is_captured(stream.ptr):
+        with _memory_of_call():
             return self.empty((size,), dtype)
-        # Memory that is had and given back in stream order while the stream is captured belongs to
-        # the graph. CuPy's pool may give its own to others before the graph runs.
-        memory = MemoryAsync(size * np.dtype(dtype).itemsize, stream)
-        return cupy.ndarray((size,), dtype, MemoryPointer(memory, 0))
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
-        return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
+        with _memory_of_call():
+            return cupy.ascontiguousarray(a if dtype is None else narrowed(a, dtype))
 
     def tickets(self) -> Any:
         device, stream = runtime.getDevice(), get_current_stream().ptr

@@ -33,8 +33,8 @@ from cufa.problem import (
 )
 
 
-class Machine(Protocol):
-    """Where kernels run; devices are told apart by their numbers."""
+class Shop(Protocol):
+    """Where kernels are had; devices are told apart by their numbers."""
 
     def __hash__(self) -> int: ...
 
@@ -44,16 +44,21 @@ class Machine(Protocol):
     def kernel(self, key: KernelKey, ordinal: int) -> Any:
         """The kernel, ready to be launched on a device."""
 
+
+class Machine(Shop, Protocol):
+    """Where they run."""
+
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array for a kernel to fill."""
+        """A result for a kernel to fill: the caller's, also where the call is being captured into a
+        graph."""
 
     def workspace(self, size: int, dtype: Any) -> Any:
-        """What the launches of one call share: an array for them to fill, of one axis. Where they
-        are being captured, the graph's own."""
+        """What the launches of one call share: an array for them to fill, of one axis. The graph's
+        own in a capture."""
 
     def contiguous(self, a: Any, dtype: str | None) -> Any:
         """A copy of `a`, contiguous, of a dtype (None: its own) and starting at a multiple of 16
-        bytes."""
+        bytes. The graph's own in a capture."""
 
     def tickets(self) -> Any:
         """An array of one uint32 that no other kernel uses meanwhile: 0 before a launch, and the
@@ -93,27 +98,41 @@ def run(machine: Machine, call: Signature, arrays: Arrays, seed: Any = None) -> 
     if arrays.out is not None:
         make_problem(call)  # its errors come before anything else
         check_overlap(arrays)
-    ready = _prepare(machine, call, config.tuned)
-    if ready.conversions:
-        later = after_conversions(call, arrays, ready.conversions)
-        converted = _prepare(machine, later, config.tuned)  # its errors come before any copy
+    ready, conversions = _converted_and_ready(machine, call, arrays)  # errors precede any copy
+    if conversions:
         copies = {
             name: machine.contiguous(getattr(arrays, name), dtype)
-            for name, dtype in ready.conversions.items()
+            for name, dtype in conversions.items()
         }
-        return _launch(machine, converted, arrays._replace(**copies), seed)
+        arrays = arrays._replace(**copies)
     return _launch(machine, ready, arrays, seed)
 
 
+def launches_of(shop: Shop, call: Signature, arrays: Arrays) -> tuple[tuple[Any, Step], ...]:
+    """What `run` would launch: kernels, as the shop gives them, and their steps."""
+    return _converted_and_ready(shop, call, arrays)[0].launches
+
+
+def _converted_and_ready(
+    shop: Shop, call: Signature, arrays: Arrays
+) -> tuple[_Ready, dict[str, str | None]]:
+    """A call ready but for its arrays, and which of these are to be copied before."""
+    ready = _prepare(shop, call, config.tuned)
+    if not ready.conversions:
+        return ready, ready.conversions
+    later = after_conversions(call, arrays, ready.conversions)
+    return _prepare(shop, later, config.tuned), ready.conversions
+
+
 @lru_cache(maxsize=4096)
-def _prepare(machine: Machine, call: Signature, tuned: config.Tuned) -> _Ready:
+def _prepare(shop: Shop, call: Signature, tuned: config.Tuned) -> _Ready:
     # `tuned` is here as a part of the key: what rows another file had must not be found again.
     problem = make_problem(call)
     conversions = conversions_of(problem)
     if conversions:
         return _Ready(problem, (), 0, False, conversions)
-    plan = make_plan(problem, machine.device(call.q.device))
-    launches = tuple((machine.kernel(step.key, call.q.device), step) for step in plan.steps)
+    plan = make_plan(problem, shop.device(call.q.device))
+    launches = tuple((shop.kernel(step.key, call.q.device), step) for step in plan.steps)
     tickets = any(step.tickets for step in plan.steps)
     return _Ready(problem, launches, plan.workspace, tickets, conversions)
 
@@ -185,12 +204,9 @@ def run_backward(
 
     `seed` is that of dropout.
     """
-    ready = _prepare_backward(machine, call, config.tuned)
+    ready, conversions = _converted_and_ready_backward(machine, call, arrays, saved)
     wanted = {f"d{name}": getattr(arrays, name) for name in call.wrt}
-    if ready.conversions:
-        conversions = ready.conversions
-        later = _after_backward_conversions(call, arrays, saved, conversions)
-        ready = _prepare_backward(machine, later, config.tuned)  # its errors come before any copy
+    if conversions:
         given = arrays._asdict() | saved._asdict()
         given |= {n: machine.contiguous(given[n], dtype) for n, dtype in conversions.items()}
         saved = Saved(**{name: given[name] for name in Saved._fields})
@@ -212,17 +228,32 @@ def run_backward(
     return results
 
 
+def backward_launches_of(
+    shop: Shop, call: BackwardSignature, arrays: Arrays, saved: Saved
+) -> tuple[tuple[Any, Step], ...]:
+    """What `run_backward` would launch: kernels, as the shop gives them, and their steps."""
+    return _converted_and_ready_backward(shop, call, arrays, saved)[0].launches
+
+
+def _converted_and_ready_backward(
+    shop: Shop, call: BackwardSignature, arrays: Arrays, saved: Saved
+) -> tuple[_ReadyBackward, dict[str, str | None]]:
+    ready = _prepare_backward(shop, call, config.tuned)
+    if not ready.conversions:
+        return ready, ready.conversions
+    later = _after_backward_conversions(call, arrays, saved, ready.conversions)
+    return _prepare_backward(shop, later, config.tuned), ready.conversions
+
+
 @lru_cache(maxsize=4096)
-def _prepare_backward(
-    machine: Machine, call: BackwardSignature, tuned: config.Tuned
-) -> _ReadyBackward:
+def _prepare_backward(shop: Shop, call: BackwardSignature, tuned: config.Tuned) -> _ReadyBackward:
     problem, ordinal = make_backward_problem(call), call.forward.q.device
     accumulator = problem.forward.accumulator
     conversions = _backward_conversions_of(problem)
     if conversions:
         return _ReadyBackward((), accumulator, 0, conversions)
-    plan = make_backward_plan(problem, machine.device(ordinal))
-    launches = tuple((machine.kernel(step.key, ordinal), step) for step in plan.steps)
+    plan = make_backward_plan(problem, shop.device(ordinal))
+    launches = tuple((shop.kernel(step.key, ordinal), step) for step in plan.steps)
     return _ReadyBackward(launches, accumulator, plan.workspace, conversions)
 
 

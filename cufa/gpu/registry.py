@@ -123,13 +123,13 @@ BACKWARD_KERNELS = {
 #: The kernels' names, in the same order; a kernel may have several rows.
 KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in KERNELS))
 #: Of the backward pass, all parts; the first ones own keys.
-_BACKWARD_SPECS = tuple(spec for specs in BACKWARD_KERNELS.values() for spec in specs)
-BACKWARD_KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in _BACKWARD_SPECS))
+BACKWARD_SPECS = tuple(spec for specs in BACKWARD_KERNELS.values() for spec in specs)
+BACKWARD_KERNEL_NAMES = tuple(dict.fromkeys(spec.name for spec in BACKWARD_SPECS))
 
 
 def target(kernel: str, arch: int) -> str:
     """What a kernel is compiled for on an architecture, such as "sm_80" or "sm_90a"."""
-    alone = any(spec.one_arch for spec in (*KERNELS, *_BACKWARD_SPECS) if spec.name == kernel)
+    alone = any(spec.one_arch for spec in (*KERNELS, *BACKWARD_SPECS) if spec.name == kernel)
     return f"sm_{arch}a" if alone else f"sm_{arch}"
 
 
@@ -159,7 +159,7 @@ def select_for(
         None does; the message gives each kernel's limit.
     """
     limits = []
-    for spec in KERNELS if direction == "forward" else _BACKWARD_SPECS:
+    for spec in KERNELS if direction == "forward" else BACKWARD_SPECS:
         if kernel not in (None, spec.name):
             continue
         limit = spec.limit(dtype, head_dim, device)

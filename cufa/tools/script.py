@@ -29,7 +29,7 @@ print("lse", to_numpy(lse), "wanted", want.lse, sep="\\n")
 assert_within_rounding((out, lse), want)
 """
 _BACKWARD = """\
-out, vjp = cufa.attention_vjp(q, k, v, **options)
+out, vjp = cufa.attention_vjp(q, k, v, **options, **case.backward_options())
 got = vjp(*case.back({xp}))
 
 want = case.exact_gradients()  # in float64, with bounds of cufa.gradient_bounds
@@ -62,7 +62,7 @@ def make_script(case: Case, library: str, direction: str = "forward") -> str:
         imports=numpy if library == "numpy" else f"import {library}\n{numpy}",
         names=", ".join(names),
         case=made,
-        arrays="\n".join(_describe(case)),
+        arrays="\n".join(_describe(case, direction)),
         xp="np" if library == "numpy" else library,
     )
 
@@ -86,14 +86,17 @@ def _literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def _describe(case: Case) -> list[str]:
+def _describe(case: Case, direction: str) -> list[str]:
     """What the case's arrays and options are, in comments."""
-    arrays = dict(zip("qkv", case.arrays(np), strict=True)) | {
-        name: value for name, value in case.options(np).items() if isinstance(value, np.ndarray)
-    }
+    given = case.options(np)
+    arrays = dict(zip("qkv", case.arrays(np), strict=True))
+    arrays |= {name: value for name, value in given.items() if isinstance(value, np.ndarray)}
+    if direction == "backward":
+        arrays |= dict(zip(("dout", "dlse"), case.back(np), strict=True))
+        given |= case.backward_options()
     lines = [
         f"# {name}: {a.dtype} {a.shape}, strides {a.strides} bytes" for name, a in arrays.items()
     ]
-    plain = {name: value for name, value in case.options(np).items() if name not in arrays}
+    plain = {name: value for name, value in given.items() if name not in arrays}
     options = ", ".join(f"{name}={value!r}" for name, value in plain.items() if value is not None)
     return [*lines, f"# {options}"]

@@ -14,19 +14,21 @@ import hypothesis
 import numpy as np
 from hypothesis import HealthCheck, Phase
 from hypothesis.errors import Flaky, Unsatisfiable
-from hypothesis.strategies import sampled_from
+from hypothesis.strategies import booleans, just, sampled_from
 
 import cufa
 from cufa.bounds import Error, exact, worst_error
 from cufa.errors import ArgumentError, UnsupportedError
-from cufa.gradient_bounds import exact_gradients, worst_gradient_error
+from cufa.gradient_bounds import worst_gradient_error
 from cufa.options import ALGORITHMS
 from cufa.testing import (
+    CONTIGUOUS,
     FLOATS,
     Case,
     assert_gradients_within_rounding,
     assert_within_rounding,
     cases,
+    memories,
 )
 from cufa.tools.backends import Backend
 from cufa.tools.workloads import DIRECTIONS
@@ -36,6 +38,23 @@ Attention = Callable[..., tuple[Any, Any]]
 Check = Callable[[Any], Error]
 #: Of dropout: seldom, as it takes the time of all the rest.
 _RATES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.5, 0.9)
+#: Inputs whose gradients are not wanted: often none, or so many that one kernel is left.
+_CONSTANTS: tuple[tuple[str, ...], ...] = (
+    *[()] * 4,
+    ("q",),
+    ("k",),
+    ("v",),
+    ("k", "v"),
+    ("bias",),
+    ("sink",),
+    ("q", "bias", "sink"),
+    ("k", "v", "bias", "sink"),
+    ("q", "k", "v"),
+    ("q", "k", "v", "sink"),
+    ("q", "k", "v", "bias"),
+)
+#: Algorithms that serve whatever is drawn, and its gradients, on any device.
+_EVERYWHERE = ("auto", "fa2")
 #: Of a search that only time limits.
 UNLIMITED = 1 << 40
 
@@ -45,7 +64,8 @@ class Failure(NamedTuple):
 
     case: Case
     backend: Backend
-    kernel: str
+    #: What the call launched, or was to launch.
+    kernels: tuple[str, ...]
     #: "forward" or "backward": whether attention itself was wrong, or its gradients.
     direction: str
     error: Exception
@@ -56,8 +76,8 @@ class Failure(NamedTuple):
 class Observer(Protocol):
     """Is told how a search goes."""
 
-    def right(self, kernel: str, dtype: str, error: Error) -> None:
-        """A call was right; not told any more after the first that was wrong."""
+    def right(self, kernels: Sequence[str], dtype: str, error: Error) -> None:
+        """A call by these kernels was right; not told any more after the first that was wrong."""
 
     def wrong(self) -> None:
         """A call was wrong, the first or one of those that shrink it."""
@@ -73,7 +93,7 @@ class Wish:
     seconds: float | None = None
     dtypes: Sequence[str] = FLOATS
     algorithms: Sequence[str] = ALGORITHMS
-    #: Kernels to hold; None: all.
+    #: Kernels to hold, in calls that launch others beside; None: all.
     kernels: Collection[str] | None = None
     #: One of `DIRECTIONS`.
     direction: str = DIRECTIONS[-1]
@@ -114,6 +134,9 @@ def search(
         dtypes=wish.dtypes,
         algorithm=sampled_from(wish.algorithms),
         dropout_p=sampled_from(_RATES),
+        dout_memory=just(CONTIGUOUS) | memories(),
+        constants=sampled_from(_CONSTANTS),
+        deterministic=booleans(),
     )
 
     @hypothesis.seed(wish.seed)
@@ -176,19 +199,24 @@ class _Trial:
         if self.failure is None and self._end is not None and time.monotonic() > self._end:
             raise _Stop
         case = case.few_kernels() if self._bend else case
-        arrays, options = case.arrays(np), case.options(np)
-        wanted, any_held = self._wish.kernels, False
+        any_held = False
         for direction, make in self._makers.items():
-            kernels = [(b, _kernel(b, direction, arrays, options)) for b in self._backends]
-            held = [(b, name) for b, name in kernels if name and (wanted is None or name in wanted)]
+            arrays, options = _arguments(case, direction)
+            kernels = [(b, _kernels(b, direction, arrays, options)) for b in self._backends]
+            held = [(b, names, asked) for b, names in kernels if (asked := self._asked(names))]
             any_held |= bool(held)
             check = make(case) if held else None
-            for backend, kernel in held:
+            for backend, names, asked in held:
                 assert check is not None
-                error = self._hold(case, backend, kernel, direction, check)
+                error = self._hold(case, backend, names, direction, check)
                 if self.failure is None:
-                    self._observer.right(kernel, case.dtype, error)
+                    self._observer.right(asked, case.dtype, error)
         hypothesis.assume(any_held)
+
+    def _asked(self, kernels: Sequence[str]) -> list[str]:
+        """Those of a call that are wished for."""
+        wanted = self._wish.kernels
+        return [name for name in kernels if wanted is None or name in wanted]
 
     def _forward(self, case: Case) -> Check:
         expected = exact(*case.arrays(np), **case.options(np))
@@ -201,11 +229,11 @@ class _Trial:
         return check
 
     def _backward(self, case: Case) -> Check:
-        dout, dlse = case.back(np)
-        expected = exact_gradients(dout, *case.arrays(np), dlse=dlse, **case.options(np))
+        expected = case.exact_gradients()
 
         def check(xp: Any) -> Error:
-            _, vjp = self._attention_vjp(*case.arrays(xp), **case.options(xp))
+            options = {**case.options(xp), **case.backward_options()}
+            _, vjp = self._attention_vjp(*case.arrays(xp), **options)
             result = vjp(*case.back(xp))
             assert_gradients_within_rounding(result, expected)
             return worst_gradient_error(result, expected)
@@ -213,12 +241,12 @@ class _Trial:
         return check
 
     def _hold(
-        self, case: Case, backend: Backend, kernel: str, direction: str, check: Check
+        self, case: Case, backend: Backend, kernels: Sequence[str], direction: str, check: Check
     ) -> Error:
         try:
             return check(backend.xp)
         except Exception as error:
-            self.failure = Failure(case, backend, kernel, direction, error)
+            self.failure = Failure(case, backend, tuple(kernels), direction, error)
             self._observer.wrong()
             if _breaks_the_device(error):
                 self.doubt(
@@ -233,19 +261,25 @@ class _Trial:
         self.failure = self.failure._replace(doubt=reason)
 
 
-def _kernel(
+def _arguments(case: Case, direction: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of `Backend.kernels` or `Backend.backward_kernels`."""
+    arrays, options = case.arrays(np), case.options(np)
+    if direction == "forward":
+        return arrays, options
+    return (*case.back(np), *arrays), options | case.backward_options()
+
+
+def _kernels(
     backend: Backend, direction: str, arrays: Sequence[Any], options: dict[str, Any]
-) -> str | None:
-    """Which serves a call; None if its algorithm has none there. Forward, "auto" must have
-    one."""
+) -> tuple[str, ...]:
+    """What a call launches; nothing if its algorithm is not there, or has no gradients."""
+    asked = backend.kernels if direction == "forward" else backend.backward_kernels
     try:
-        if direction == "backward":
-            return backend.backward_kernel(*arrays, **options)
-        return backend.kernel(*arrays, **options)
+        return asked(*arrays, **options)
     except UnsupportedError:
-        if direction == "forward" and options.get("algorithm", "auto") == "auto":
+        if options.get("algorithm", "auto") in _EVERYWHERE:
             raise
-        return None
+        return ()
 
 
 def _breaks_the_device(error: Exception) -> bool:

@@ -18,10 +18,17 @@ from rich.table import Table
 
 from cufa.bounds import Error
 from cufa.errors import ArgumentError
-from cufa.gpu.registry import BACKWARD_KERNELS, KERNEL_NAMES, KERNELS
+from cufa.gpu.registry import BACKWARD_KERNEL_NAMES, BACKWARD_SPECS, KERNEL_NAMES, KERNELS
 from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS
-from cufa.tools.backends import CPU_BACKWARD, CPU_KERNEL, STANDARD, Backend, find_backends
+from cufa.tools.backends import (
+    AROUND,
+    CPU_BACKWARD,
+    CPU_KERNEL,
+    STANDARD,
+    Backend,
+    find_backends,
+)
 from cufa.tools.console import make_console, print_table
 from cufa.tools.script import make_script
 from cufa.tools.search import UNLIMITED, Failure, Wish, search
@@ -29,9 +36,7 @@ from cufa.tools.workloads import DIRECTIONS
 
 EXAMPLES = 500
 _ON_CPU = (CPU_KERNEL, CPU_BACKWARD)
-#: Of those for gradients the ones that own keys, which all gradients but few need.
-_BACKWARD = tuple(dict.fromkeys(spec.name for spec in BACKWARD_KERNELS["keys"]))
-_ON_GPU = (*KERNEL_NAMES, *_BACKWARD)
+_ON_GPU = (*KERNEL_NAMES, *BACKWARD_KERNEL_NAMES, *AROUND)
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _QUANTILE_NAMES = ("50 %", "90 %", "99 %", "max")
 
@@ -51,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernel",
         action="append",
         choices=(*_ON_CPU, *_ON_GPU, STANDARD),
-        help="hold only this kernel; may be repeated",
+        help="hold only calls that launch this kernel; may be repeated",
     )
     add(
         "--algorithm",
@@ -127,8 +132,8 @@ def _backends(kernels: Collection[str] | None) -> list[Backend]:
 
 def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]:
     """Those that one of the kernels takes."""
-    takes: dict[str, tuple[str, ...]] = dict.fromkeys((*_ON_CPU, STANDARD), FLOATS)
-    for spec in (*KERNELS, *BACKWARD_KERNELS["keys"]):
+    takes: dict[str, tuple[str, ...]] = dict.fromkeys((*_ON_CPU, STANDARD, *AROUND), FLOATS)
+    for spec in (*KERNELS, *BACKWARD_SPECS):
         takes[spec.name] = (*takes.get(spec.name, ()), *spec.dtypes)
     taken = {dtype for kernel in kernels or takes for dtype in takes[kernel]}
     found = [dtype for dtype in dtypes if dtype in taken]
@@ -142,8 +147,8 @@ def _algorithms(algorithms: Sequence[str] | None, kernels: Collection[str] | Non
     """Those wished for; else those of the kernels wished for; else all."""
     if algorithms or kernels is None:
         return algorithms or ALGORITHMS
-    of = {**dict.fromkeys(_ON_CPU, "fa2"), STANDARD: "standard"}
-    of |= {spec.name: spec.algorithm for spec in (*KERNELS, *BACKWARD_KERNELS["keys"])}
+    of = {**dict.fromkeys(_ON_CPU, "fa2"), STANDARD: "standard", **AROUND}
+    of |= {spec.name: spec.algorithm for spec in (*KERNELS, *BACKWARD_SPECS)}
     return sorted({of[kernel] for kernel in kernels})
 
 
@@ -154,22 +159,21 @@ class Tally:
         self._wish, self._start = wish, time.monotonic()
         self._lock = threading.Lock()
         self._errors: defaultdict[tuple[str, str], list[Error]] = defaultdict(list)
+        #: How many were right.
+        self.calls = 0
         self._wrong = 0
 
-    def right(self, kernel: str, dtype: str, error: Error) -> None:
-        """Count a call that was right."""
+    def right(self, kernels: Sequence[str], dtype: str, error: Error) -> None:
+        """Count a call that was right, for each of its kernels."""
         with self._lock:
-            self._errors[kernel, dtype].append(error)
+            self.calls += 1
+            for kernel in kernels:
+                self._errors[kernel, dtype].append(error)
 
     def wrong(self) -> None:
         """Count one that was wrong."""
         with self._lock:
             self._wrong += 1
-
-    @property
-    def calls(self) -> int:
-        """How many were right."""
-        return sum(map(len, self._errors.values()))
 
     def __rich__(self) -> RenderableType:
         with self._lock:
@@ -215,7 +219,7 @@ def _show_missing(backends: Sequence[Backend], wish: Wish) -> None:
 def _show_failure(failure: Failure) -> None:
     library = failure.backend.xp.__name__
     doubt = f" ({failure.doubt})" if failure.doubt else ""
-    print(f"\nWRONG: {failure.kernel}, {failure.case.dtype}{doubt}")
+    print(f"\nWRONG: {', '.join(failure.kernels)}, {failure.case.dtype}{doubt}")
     print(f"{type(failure.error).__name__}: {failure.error}")
     print("\nThe smallest problem found that fails, as a script:\n")
     print(make_script(failure.case, library, failure.direction))
