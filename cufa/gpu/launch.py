@@ -33,8 +33,8 @@ from cufa.problem import (
 )
 
 
-class Shop(Protocol):
-    """Where kernels are had; devices are told apart by their numbers."""
+class Catalog(Protocol):
+    """Devices, told apart by their numbers, and kernels for them."""
 
     def __hash__(self) -> int: ...
 
@@ -45,8 +45,8 @@ class Shop(Protocol):
         """The kernel, ready to be launched on a device."""
 
 
-class Machine(Shop, Protocol):
-    """Where they run."""
+class Machine(Catalog, Protocol):
+    """Where the kernels run."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A result for a kernel to fill: the caller's, also where the call is being captured into a
@@ -108,31 +108,31 @@ def run(machine: Machine, call: Signature, arrays: Arrays, seed: Any = None) -> 
     return _launch(machine, ready, arrays, seed)
 
 
-def launches_of(shop: Shop, call: Signature, arrays: Arrays) -> tuple[tuple[Any, Step], ...]:
-    """What `run` would launch: kernels, as the shop gives them, and their steps."""
-    return _converted_and_ready(shop, call, arrays)[0].launches
+def launches_of(catalog: Catalog, call: Signature, arrays: Arrays) -> tuple[tuple[Any, Step], ...]:
+    """What `run` would launch: kernels, as the catalog gives them, and their steps."""
+    return _converted_and_ready(catalog, call, arrays)[0].launches
 
 
 def _converted_and_ready(
-    shop: Shop, call: Signature, arrays: Arrays
+    catalog: Catalog, call: Signature, arrays: Arrays
 ) -> tuple[_Ready, dict[str, str | None]]:
     """A call ready but for its arrays, and which of these are to be copied before."""
-    ready = _prepare(shop, call, config.tuned)
+    ready = _prepare(catalog, call, config.tuned)
     if not ready.conversions:
         return ready, ready.conversions
     later = after_conversions(call, arrays, ready.conversions)
-    return _prepare(shop, later, config.tuned), ready.conversions
+    return _prepare(catalog, later, config.tuned), ready.conversions
 
 
 @lru_cache(maxsize=4096)
-def _prepare(shop: Shop, call: Signature, tuned: config.Tuned) -> _Ready:
+def _prepare(catalog: Catalog, call: Signature, tuned: config.Tuned) -> _Ready:
     # `tuned` is here as a part of the key: what rows another file had must not be found again.
     problem = make_problem(call)
     conversions = conversions_of(problem)
     if conversions:
         return _Ready(problem, (), 0, False, conversions)
-    plan = make_plan(problem, shop.device(call.q.device))
-    launches = tuple((shop.kernel(step.key, call.q.device), step) for step in plan.steps)
+    plan = make_plan(problem, catalog.device(call.q.device))
+    launches = tuple((catalog.kernel(step.key, call.q.device), step) for step in plan.steps)
     tickets = any(step.tickets for step in plan.steps)
     return _Ready(problem, launches, plan.workspace, tickets, conversions)
 
@@ -229,31 +229,33 @@ def run_backward(
 
 
 def backward_launches_of(
-    shop: Shop, call: BackwardSignature, arrays: Arrays, saved: Saved
+    catalog: Catalog, call: BackwardSignature, arrays: Arrays, saved: Saved
 ) -> tuple[tuple[Any, Step], ...]:
-    """What `run_backward` would launch: kernels, as the shop gives them, and their steps."""
-    return _converted_and_ready_backward(shop, call, arrays, saved)[0].launches
+    """What `run_backward` would launch: kernels, as the catalog gives them, and their steps."""
+    return _converted_and_ready_backward(catalog, call, arrays, saved)[0].launches
 
 
 def _converted_and_ready_backward(
-    shop: Shop, call: BackwardSignature, arrays: Arrays, saved: Saved
+    catalog: Catalog, call: BackwardSignature, arrays: Arrays, saved: Saved
 ) -> tuple[_ReadyBackward, dict[str, str | None]]:
-    ready = _prepare_backward(shop, call, config.tuned)
+    ready = _prepare_backward(catalog, call, config.tuned)
     if not ready.conversions:
         return ready, ready.conversions
     later = _after_backward_conversions(call, arrays, saved, ready.conversions)
-    return _prepare_backward(shop, later, config.tuned), ready.conversions
+    return _prepare_backward(catalog, later, config.tuned), ready.conversions
 
 
 @lru_cache(maxsize=4096)
-def _prepare_backward(shop: Shop, call: BackwardSignature, tuned: config.Tuned) -> _ReadyBackward:
+def _prepare_backward(
+    catalog: Catalog, call: BackwardSignature, tuned: config.Tuned
+) -> _ReadyBackward:
     problem, ordinal = make_backward_problem(call), call.forward.q.device
     accumulator = problem.forward.accumulator
     conversions = _backward_conversions_of(problem)
     if conversions:
         return _ReadyBackward((), accumulator, 0, conversions)
-    plan = make_backward_plan(problem, shop.device(ordinal))
-    launches = tuple((shop.kernel(step.key, ordinal), step) for step in plan.steps)
+    plan = make_backward_plan(problem, catalog.device(ordinal))
+    launches = tuple((catalog.kernel(step.key, ordinal), step) for step in plan.steps)
     return _ReadyBackward(launches, accumulator, plan.workspace, conversions)
 
 

@@ -59,7 +59,7 @@ class Backend(NamedTuple):
                 raise UnsupportedError(f"algorithm is {algorithm!r}, which has GPU kernels only")
             return (CPU_KERNEL,)
         call, arrays = _signed(q, k, v, options)
-        return _names(launches_of(_Catalogue(self.device), call, arrays))
+        return _names(launches_of(_KernelNames(self.device), call, arrays))
 
     def backward_kernels(
         self,
@@ -90,7 +90,7 @@ class Backend(NamedTuple):
         saved = Saved(dout, out, lse, dlse)
         call = sign_backward(forward, saved, plain_wrt(wrt, arrays), deterministic)
         call = call._replace(aligned=address_of(dout) % 16 == 0)
-        return _names(backward_launches_of(_Catalogue(self.device), call, arrays, saved))
+        return _names(backward_launches_of(_KernelNames(self.device), call, arrays, saved))
 
 
 def find_backends() -> list[Backend]:
@@ -111,8 +111,8 @@ def _missing_cublas() -> str | None:
     return None
 
 
-class _Catalogue(NamedTuple):
-    """Where kernels are had by name alone, for one card."""
+class _KernelNames(NamedTuple):
+    """Kernels by name alone, for one card."""
 
     card: Device
 
