@@ -224,7 +224,9 @@ def _load_rows(
     delta = (dout.reshape(given.shape) * views.out[task]).sum(axis=-1, keepdims=True)
     if passing.dlse is not None:
         delta -= passing.dlse[task]
-    unseen = lse == -np.inf  # what comes back to a row without keys goes nowhere, NaN too
+    # What comes back to a row without keys goes nowhere, NaN too; nor does it where scores are the
+    # lowest numbers: a weight of 1 and many of 1 / seqlen_k have the same lse there.
+    unseen = lse < -0.69 * np.finfo(lse.dtype).max
     base = np.where(unseen, np.inf, lse).reshape(*folded, 1)
     if unseen.any():
         delta[unseen] = 0

@@ -84,6 +84,24 @@ def test_ma2_rows_and_keys_that_a_bias_hides_have_no_gradient(xp):
     assert not got.dbias[~np.isfinite(bias)].any()
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_ma4_a_row_of_the_lowest_number_has_no_gradient(xp, dtype, causal):
+    problem = case(40, 50, dtype=dtype, causal=causal, layout="bhsd")
+    dout, (q, k, v) = problem.back(np)[0], problem.arrays(np)
+    bias = np.zeros((40, 50), "float64" if dtype == "float64" else "float32")
+    bias[[0, 7, 39]] = np.finfo(bias.dtype).min
+    _, vjp = cufa.attention_vjp(
+        *map(xp.asarray, (q, k, v)), bias=xp.asarray(bias), causal=causal, layout="bhsd"
+    )
+    got = cufa.Gradients(*(None if a is None else to_numpy(a) for a in vjp(xp.asarray(dout))))
+    hidden = np.where(bias < 0, -np.inf, bias).astype(bias.dtype)
+    assert_gradients_within_rounding(
+        got, exact_gradients(dout, q, k, v, bias=hidden, causal=causal, layout="bhsd")
+    )
+    assert not got.dq[..., [0, 7, 39], :].any()
+
+
 def test_bi1_a_growing_bias_on_an_odd_length(xp):
     seqlen = 1025
     i, j = np.ogrid[:seqlen, :seqlen]
@@ -156,3 +174,29 @@ def test_ls4_a_loss_of_lse_has_gradients(xp):
 def test_slopes_are_constants_and_the_documentation_says_so():
     assert "alibi_slopes` are constants" in (cufa.attention_backward.__doc__ or "")
     assert "dalibi_slopes" not in cufa.Gradients._fields
+
+
+# Numbers at the ends of a dtype's range.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_score_next_to_the_largest_number_has_a_weight_of_1(xp, dtype):
+    q, v = np.zeros((1, 8), numpy_dtype(dtype)), np.ones((1, 8), numpy_dtype(dtype))
+    q[0, 0] = 1.6e19
+    _, vjp = cufa.attention_vjp(*map(xp.asarray, (q, q, v)), scale=1.0)
+    dq, dk, dv = map(to_numpy, vjp(xp.asarray(3 * v))[:3])
+    np.testing.assert_array_equal(dv, 3 * v)
+    assert not dq.any()
+    assert not dk.any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_key_at_minus_infinity_from_all_queries_has_no_gradient(xp, dtype):
+    problem = case(65, 128, heads=1, dtype=dtype, layout="bhsd")
+    dout, (q, k, v) = problem.back(np)[0], problem.arrays(np)
+    q[..., 0], k[..., 5, 0] = -1, np.inf
+    _, vjp = cufa.attention_vjp(*map(xp.asarray, (q, k, v)), wrt=["k", "v"], layout="bhsd")
+    got = vjp(xp.asarray(dout))
+    for gradient in map(to_numpy, (got.dk, got.dv)):
+        assert not gradient[..., 5, :].any()
+        assert np.isfinite(gradient.astype(float)).all()

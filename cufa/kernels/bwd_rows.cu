@@ -56,7 +56,10 @@ bwd_rows(const __grid_constant__ BackwardParams p) {
     delta = row_sum<kRowLanes>(delta);
     if (ptx::tid_x() % kRowLanes != 0) continue;
     if (exists && p.dlse) delta -= static_cast<const Real*>(p.dlse)[head + row];
-    const bool counts = exists && lse != -infinity();  // what comes back to others goes nowhere
+    // What comes back to others goes nowhere.
+    const bool counts = exists && !(lse < -Real(kMostLse));
+    // 16 bits scale scores and lse before they subtract one from the other.
+    if (sizeof(Elem) == 2 && lse > Real(kMostLse)) lse = Real(kMostLse);
     rows.lse[row] = counts ? lse : infinity();
     rows.delta[row] = counts ? delta : Real(0);
   }

@@ -49,7 +49,7 @@ fa1_fwd(const __grid_constant__ Params p) {
   const Real scale = exponent_scale(p), sink = sink_of(p, tiles.head);
   RunningRows<Output> rows;                     // O_i, m_i, l_i of the rows that this warp owns
   for (int i = tiles.begin; i < tiles.end; ++i)
-    if (tiles.is_unseen(i)) rows.clear(), rows.finish(p, tiles.tile(i), scale, sink);
+    if (tiles.is_unseen(i)) rows.clear(), rows.finish(p, tiles.tile(i), sink);
 
   const int end = tiles.keys(tiles.end - 1).last;
   for (int j = tiles.keys(tiles.begin).first; j < end; ++j) {                        // line 5
@@ -104,7 +104,7 @@ fa1_fwd(const __grid_constant__ Params p) {
       for (int r = 0; r < o.kRows; ++r) own_top[r] = top[r];  // a warp's own rows come first
       sums.sum(o, own_sum);
       rows.join(own_top, own_sum, o, scale);                                         // lines 11, 12
-      if (j == keys.last - 1) rows.finish(p, tile, scale, sink);
+      if (j == keys.last - 1) rows.finish(p, tile, sink);
       else rows.store(p, tile);                                                      // lines 12, 13
     }
   }

@@ -97,7 +97,7 @@ FA2_BWD_SIMT = (
     Fault("what is dropped has a dP",                      WRONG,      "dropout",
           "attn/score_gradients.cuh", "kept.drop(ds);", ""),
     Fault("dropped weights are in dV",                     WRONG,      "dropout",
-          "attn/score_gradients.cuh", "kept.drop(s);", ""),
+          "attn/score_gradients.cuh", "kept.multiply(s);", ""),
     Fault("dP makes up for nothing",                       WRONG,      "dropout",
           "attn/score_gradients.cuh", "ds.at(r, c) * kept_scale(p)", "ds.at(r, c)"),
     Fault("dV makes up for nothing",                       WRONG,      "dropout",

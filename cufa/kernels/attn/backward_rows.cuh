@@ -5,9 +5,14 @@
 #include "base/math.cuh"
 #include "ptx/red.cuh"
 
+// 0.69 times the largest number: beyond, lse * log2(e) may not be finite. A row whose lse is below
+// minus that counts as one that sees no key: a weight of 1 and many of 1 / seqlen_k have the same
+// lse there.
+constexpr f64 kMostLse = 1.38 * (sizeof(Real) == 8 ? 0x1p1023 : 0x1p127);
+
 // Those of one head.
 struct BackwardRows {
-  Real* lse;      // natural log; +inf where there is no row, or one that sees no key
+  Real* lse;      // natural log; +inf where there is no row, or one that counts as seeing no key
   Real* delta;    // D = rowsum(dO * O) - dlse; 0 there
   Real* dq_sums;  // [padded_rows][kHeadDim], without the scale
 

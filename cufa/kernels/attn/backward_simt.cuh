@@ -63,8 +63,10 @@ struct BackwardTiles {
                         const KeyRange& keys, int n) const {
     const int key0 = n * kBlockN;
     matmul_nt<2>(s, q, k);                                          // S = Q K^T
+    // Rows past the end are 0, and 0 times an infinite key is NaN: sums over rows must not meet it.
+    const bool ends = tile.row0 + kBlockM > p.seqlen_q;
     const auto hide = [&](Scores& x) {
-      if (keys.is_partial(n)) apply_mask(x, p, tile, key0);
+      if (keys.is_partial(n) || ends) apply_mask(x, p, tile, key0);
     };
     score_gradients<kTo>(s, ds, p, tile, key0, hide,
                          [&](Scores& x) { matmul_nt<2>(x, dout, v); });  // dP = dO V^T

@@ -65,6 +65,15 @@ template <class Fragment> struct KeptWeights {
         if (!at(r, c)) s.at(r, c) = 0;
   }
 
+  // The same, but NaN stays.
+  DEVICE void multiply(Fragment& s) const {
+    if constexpr (!kDropout) return;
+#pragma unroll
+    for (int r = 0; r < Fragment::kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < Fragment::kCols; ++c) s.at(r, c) *= Real(at(r, c) ? 1 : 0);
+  }
+
   // What is dropped, of numbers that are not negative, becomes negative: so one number says both.
   DEVICE void mark(Fragment& s) const {
     if constexpr (!kDropout) return;

@@ -22,10 +22,11 @@ struct QueryWalk {
     if (++tile == of_head.last) tile = of_head.first, ++member;
   }
 
-  // Whether each of rows row0 .. row0 + rows - 1, as far as they exist, sees every key.
+  // Whether all of rows row0 .. row0 + rows - 1 exist and see every key. Those past the end must be
+  // hidden: they are 0, and 0 times an infinite key is NaN.
   DEVICE bool are_whole(int row0, int rows) const {
-    const int end = p.seqlen_q - 1, top = min_of(row0, end), bottom = min_of(row0 + rows - 1, end);
     const int key0 = keys.key0();
-    return key0 + kBlockN <= row_end(p, top) && row_begin(p, bottom) <= key0;
+    return row0 + rows <= p.seqlen_q && key0 + kBlockN <= row_end(p, row0) &&
+           row_begin(p, row0 + rows - 1) <= key0;
   }
 };

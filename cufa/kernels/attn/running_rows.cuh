@@ -76,11 +76,11 @@ template <class Output> struct RunningRows {
   }
 
   // The results, when no key block is left.
-  DEVICE void finish(const Params& p, const Tile& tile, Real scale, Real sink) {
+  DEVICE void finish(const Params& p, const Tile& tile, Real sink) {
     Real lse[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowEnd end = end_row(p, m[r], l[r], scale, sink);
+      const RowEnd end = end_row(p, m[r], l[r], sink);
       lse[r] = end.lse;
       if constexpr (kSink || kDropout) {
 #pragma unroll

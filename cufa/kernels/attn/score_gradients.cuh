@@ -53,8 +53,8 @@ enum class Back { kBias, kProduct };
 
 // s = Q K^T of a key tile becomes P, and ds is dS = P * (dP - D). `hide(s)` masks s, and
 // `multiply_values(ds)` makes dP = dO V^T, once the registers that masks and biases need are free.
-// Of weights that dropout drops P and dP become 0; dP of the others is multiplied by kept_scale,
-// and dV, which is the last to have P, is to be.
+// Of weights that dropout drops P and dP become 0, but a P of NaN stays; dP of the others is
+// multiplied by kept_scale, and dV, which is the last to have P, is to be.
 template <Back kTo, class Scores, class Hide, class Product>
 DEVICE void score_gradients(Scores& s, Scores& ds, const BackwardParams& p, const Tile& tile,
                             int key0, Hide hide, Product multiply_values) {
@@ -78,6 +78,6 @@ DEVICE void score_gradients(Scores& s, Scores& ds, const BackwardParams& p, cons
     for (int c = 0; c < Scores::kCols; ++c)
       ds.at(r, c) = s.at(r, c) * (ds.at(r, c) * kept_scale(p) - delta);
   }
-  kept.drop(s);
+  kept.multiply(s);
   if constexpr (kThroughCap) multiply(ds, slope);
 }

@@ -34,10 +34,10 @@ struct RowEnd {
 };
 
 // `sum` is that of the weights exp2(scale * (s - m)), dropped ones too.
-DEVICE RowEnd end_row(const Params& p, Real m, Real sum, Real scale, Real sink) {
+DEVICE RowEnd end_row(const Params& p, Real m, Real sum, Real sink) {
   Real rescale = 1;
-  Real top = kFoldScale ? m * scale * Real(kLn2) : m;  // natural units
-  if constexpr (kSink) {                               // one more score, without a value
+  Real top = kFoldScale ? m * Real(p.scale) : m;  // natural units
+  if constexpr (kSink) {                          // one more score, without a value
     const Real base = larger(top, sink);
     if (base != -infinity()) {
       // A large sink makes results tiny, and bfloat16 reaches as far down as float32.
@@ -116,7 +116,7 @@ template <int kRows> struct OnlineSoftmax {
     const Real sink = sink_of(p, tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const RowEnd end = end_row(p, m[r], row_sum<kRowLanes>(l[r]), scale, sink);
+      const RowEnd end = end_row(p, m[r], row_sum<kRowLanes>(l[r]), sink);
       factors[r] = end.factor;
       lse[r] = end.lse;
     }

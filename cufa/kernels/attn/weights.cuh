@@ -5,7 +5,8 @@
 
 // s, scores as score_mod and the mask leave them, becomes P = exp(S - lse), for rows whose lse
 // begins at `lse`. That both are scaled first, and rounded, adds no more than lse's own rounding.
-// More than 1 is rounding too. A row without keys has an lse of +inf, and P = 0.
+// More than 1 is rounding too. A row without keys has an lse of +inf, and P = 0; no other's is so
+// large that lse * log2(e) is infinite (kMostLse).
 template <class Scores> DEVICE void weigh(Scores& s, const Real* lse, Real scale) {
 #pragma unroll
   for (int r = 0; r < Scores::kRows; r += 2) {

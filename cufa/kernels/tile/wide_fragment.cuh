@@ -81,8 +81,8 @@ template <> struct Sum<f64> {
   }
 };
 template <> struct Sum<f32> {
-  // What a small number lacks is denormal, and TF32 has no digits for it; times this it is as large
-  // as the number at most.
+  // What a small number lacks is denormal, and TF32 has no digits for it; times this it is at most
+  // twice as large as the number.
   static constexpr f32 kLift = 4096.f;
 
   f32 large[4], small[4];
