@@ -72,7 +72,7 @@ def attention_backward(
         Whether the result must be the same, bit for bit, from run to run on one machine. On the CPU
         it is, but for the gradient of a bias that is repeated along batches, heads or queries; its
         price is that such a call runs on one thread. On a GPU it is, but for `dq`, which blocks add
-        up in any order; its price is that scores are computed twice.
+        up in any order; its price is that scores are computed once more.
 
     Returns
     -------
@@ -173,7 +173,7 @@ def attention_vjp(
     ------
     ArgumentError, DeviceError, DTypeError, OutOfMemoryError, ShapeError, UnsupportedError
         As `attention` and `attention_backward` do; what can be known of the backward pass
-        beforehand is raised before attention is computed.
+        beforehand is raised before attention is computed, but that a GPU has no kernel for it.
 
     Examples
     --------

@@ -26,10 +26,11 @@ using TileV = SwizzledTile<kBlockN, kHeadDimV>;
 using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
 using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
-// Queries whose scores a warp holds at once: 64 numbers a lane, or 32 where the compiler, with less
-// to put side by side, would not make do with the registers; 16 queries beside random words.
-constexpr int kNumbers = kDropout ? 8 * kKeyTiles : kDq && kDk && kDv ? 64 : 32;
-constexpr int kQueries = min_of(kBlockM, 2 * kNumbers / kKeyTiles);
+// Scores that a lane holds at once: 64, or 32 where the compiler, with less to put side by side,
+// would not make do with the registers; those of 16 queries beside random words. And of how many
+// queries they are, for 32 lanes that have 16 * kKeyTiles keys.
+constexpr int kScoresOfLane = kDropout ? 8 * kKeyTiles : kDq && kDk && kDv ? 64 : 32;
+constexpr int kQueries = min_of(kBlockM, 32 * kScoresOfLane / (16 * kKeyTiles));
 using Scores = KeyScores<kQueries / 8>;
 using Sums = KeySums<kKeyTiles, max_of(kHeadDim, kHeadDimV) / 8>;
 
@@ -96,14 +97,15 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
     Step(steps, 0).load_async(p, walk.rows());    // in one group with K and V
   }
   for (; !walk.is_over(); ++i) {                                                        // line 8
-    const Step now(steps, i), other(steps, i + 1);
+    const Step now(steps, i), other(steps, i + 1);  // dS of step i - 1 is in the same place
     const Tile rows = walk.rows();
     if (kStages == 1 && i > 0) {
       ptx::bar_sync();                            // Q and dO of the step before were used
       now.load_async(p, rows);
     }
     ptx::cp_async_wait_group<0>();
-    // All are here: Q and dO, and dS of the step before, whose Q and dO were used.
+    // All are here: Q and dO, and dS of the step before, whose Q and dO were used. Rows past the
+    // end are empty too.
     if (ptx::bar_red_or(now.numbers.finds_empty_row())) {
       clear_rows(now.dout, [&](int row) { return now.numbers.is_empty(row); });  // 0 * NaN is NaN
       ptx::bar_sync();                            // and are 0 for all
@@ -112,33 +114,33 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
     if (kStages == 2 && !walk.is_over()) other.load_async(p, walk.rows());  // under what follows
 
 #pragma unroll 1  // side by side they take more registers than there are
-    for (int q = 0; q < kBlockM; q += kQueries) {
+    for (int row = 0; row < kBlockM; row += kQueries) {
       Scores s;
       s.clear();
       if (weighs) {
-        const Tile part = Tile::of(rows.batch, rows.head, rows.kv_head, rows.row0 + q);
-        add_nt<true>(s.x, k_smem, first_key(), now.q, q);            // S^T = K Q^T     // line 10
+        const Tile part = Tile::of(rows.batch, rows.head, rows.kv_head, rows.row0 + row);
+        add_nt<true>(s.x, k_smem, first_key(), now.q, row);          // S^T = K Q^T     // line 10
         Scores slope;
         if constexpr (kSoftcap) slope_of_cap(slope, s, p);
         score_mod(s, p, part, key0);
         if (kMask || !walk.are_whole(part.row0, kQueries)) apply_mask(s, p, part, key0);
-        weigh(s, now.numbers.lse + q, scale);                        // S becomes P     // line 11
+        weigh(s, now.numbers.lse + row, scale);                      // S becomes P     // line 11
         KeptWeights<Scores>(p, part, key0).mark(s);                  // dropped ones, by a minus
         auto weights = narrow(s);
         if constexpr (kSoftcap) multiply(s, slope);                  // dS's other factor
-        handover.give(kSoftcap ? narrow(s) : weights, q / 16);
-        Handover::arrive(q / kQueries);
+        handover.give(kSoftcap ? narrow(s) : weights, row / 16);
+        Handover::arrive(row / kQueries);
         drop_marked(weights);
-        if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, q);  // dV += P^T dO // line 12
-        if (q + kQueries == kBlockM && i > 0) add_dq(other, before);
+        if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, row);  // dV += P^T dO // line 12
+        if (row + kQueries == kBlockM && i > 0) add_dq(other, before);
       } else {
-        if (q == 0 && i > 0) add_dq(other, before);
-        add_nt<true>(s.x, v_smem, first_key(), now.dout, q);         // dP^T = V dO^T   // line 13
-        Handover::wait(q / kQueries);                                // P is here
+        if (row == 0 && i > 0) add_dq(other, before);
+        add_nt<true>(s.x, v_smem, first_key(), now.dout, row);       // dP^T = V dO^T   // line 13
+        Handover::wait(row / kQueries);                              // P is here
         const auto changes =
-            score_changes(s, handover, p, now.numbers.delta + q, q / 16);                // line 14
-        if constexpr (kDq) store_operand(now.ds, changes, q / 16);
-        if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, q);  // dK += dS^T Q    // line 16
+            score_changes(s, handover, p, now.numbers.delta + row, row / 16);           // line 14
+        if constexpr (kDq) store_operand(now.ds, changes, row / 16);
+        if constexpr (kDk) add_nn<true>(sums.x, changes, now.q, row);  // dK += dS^T Q  // line 16
       }
     }
     before = rows;

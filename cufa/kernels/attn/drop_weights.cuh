@@ -75,6 +75,8 @@ template <class Fragment> struct KeptWeights {
   }
 
   // What is dropped, of numbers that are not negative, becomes negative: so one number says both.
+  // Weights are at least +0, as is the cap's slope that they are multiplied by, and rounding to 16
+  // bits keeps the sign, of what becomes 0 too. It loses a NaN's: that is dropped by none.
   DEVICE void mark(Fragment& s) const {
     if constexpr (!kDropout) return;
 #pragma unroll

@@ -27,7 +27,7 @@ struct KeyTile {
     return Tile::of(batch, kv_head * p.group.value + member, kv_head, i * kBlockM);
   }
 
-  DEVICE QueryRange seen_by(const Params& p) const {
+  DEVICE QueryRange rows_that_see(const Params& p) const {
     const int last_key = min_of(key0() + kBlockN, p.seqlen_k) - 1;
     const int begin = kRight ? max_of(0, key0() - p.diagonal - p.right) : 0;
     const int end =

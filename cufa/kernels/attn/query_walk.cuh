@@ -12,7 +12,7 @@ struct QueryWalk {
   DEVICE QueryWalk(const Params& params, const KeyTile& key_tile)
       : p(params),
         keys(key_tile),
-        of_head(key_tile.seen_by(params)),
+        of_head(key_tile.rows_that_see(params)),
         member(of_head.first < of_head.last ? 0 : params.group.value),
         tile(of_head.first) {}
 

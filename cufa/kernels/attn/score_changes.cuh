@@ -33,10 +33,10 @@ DEVICE OperandFragment<kKeyTiles, kQueryTiles / 2> score_changes(
   OperandFragment<kKeyTiles, kQueryTiles / 2> ds;
 #pragma unroll
   for (int k = 0; k < kQueryTiles / 2; ++k) {
-    Vec<Real, 2> change[2];
+    Vec<Real, 2> deltas[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      change[n] = *reinterpret_cast<const Vec<Real, 2>*>(delta + dp.row(4 * k + 2 * n));
+      deltas[n] = *reinterpret_cast<const Vec<Real, 2>*>(delta + dp.row(4 * k + 2 * n));
 #pragma unroll
     for (int m = 0; m < kKeyTiles; ++m) {
       const Vec<u32, 4> given = weights.at(first + k, m);
@@ -44,8 +44,8 @@ DEVICE OperandFragment<kKeyTiles, kQueryTiles / 2> score_changes(
       for (int i = 0; i < 4; ++i) {
         const Vec<f32, 2> weight = unpack(given.x[i]);
         const f32* from = dp.x[m][2 * k + i / 2] + 2 * (i % 2);
-        ds.x[m][k][i] = pack(score_change(weight.x[0], from[0], change[i / 2].x[0], p),
-                             score_change(weight.x[1], from[1], change[i / 2].x[1], p));
+        ds.x[m][k][i] = pack(score_change(weight.x[0], from[0], deltas[i / 2].x[0], p),
+                             score_change(weight.x[1], from[1], deltas[i / 2].x[1], p));
       }
     }
   }

@@ -31,7 +31,7 @@ template <int kRowTiles, int kColTiles> struct KeySums : MmaFragment<kRowTiles, 
 };
 
 // Operands on their way from the warps of one crew to their partners, lane by lane: 16 queries at a
-// time, kBlockM in all.
+// time, kBlockM in all. A barrier of all threads gives their places back.
 struct Handover {
   static constexpr int kBytes = 2 * kBlockM * kBlockN;
 
