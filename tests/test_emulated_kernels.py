@@ -191,7 +191,7 @@ def run_cases(key: KernelKey, mode: str, examples: int) -> None:
 
 @pytest.mark.parametrize("key", SAMPLE, ids=name_of)
 def test_a_kernel_is_the_formula_and_keeps_to_its_arrays(key: KernelKey) -> None:
-    run_cases(key, "checked", max(1, settings.default.max_examples // 8))
+    run_cases(key, "checked", max(1, settings.default.max_examples // 12))
 
 
 def test_every_row_of_the_table_every_dtype_and_every_feature_is_sampled() -> None:

@@ -147,7 +147,8 @@ def run(
 ) -> Counts:
     """One run of an edited kernel; AssertionError if the result is not the formula."""
     if isinstance(problem, Case):
-        machine = Emulator(ARCHS.get(kernel, ARCH), edit)
+        # Most of the time is the compiler's, which takes less in this mode.
+        machine = Emulator(ARCHS.get(kernel, ARCH), edit, mode="debug")
         machine.schedule = schedule
         if kernel in WANTED:
             got = attention_backward(machine, **back_arguments(kernel, problem))

@@ -56,12 +56,6 @@ ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
 BY_TMA = {spec.name for spec in KERNELS if spec.tma}
 #: Kernels that look at a mask first.
 BY_MASK_TILES = {spec.name for spec in KERNELS if spec.mask_tiles}
-#: Where the text of a kernel changes with the architecture.
-STEPS = {
-    int(arch)
-    for path in build.KERNELS.rglob("*.cu*")
-    for arch in re.findall(r"\bkArch\W+(\d+)", path.read_text())
-}
 
 
 @cache
@@ -111,8 +105,12 @@ def places(arch: int) -> Places:
 def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Place, bool]]:
     """Places of an architecture, and whether they are new: no older one has them in the same text.
     Of others each tile with one kind of scores, that which has most to it."""
-    same = [older for older in ARCHS if older < arch and text_of(older) == text_of(arch)]
-    known = {place for older in same for place in places_of(older)}
+    known = {
+        place
+        for older in ARCHS[: ARCHS.index(arch)]
+        for place in places_of(older)
+        if text_of(place[0], older) == text_of(place[0], arch)
+    }
     most: dict[tuple[str, Config], Scores] = {}
     for kernel, scores, tile in places_of(arch):
         most[kernel, tile] = max(scores, most.get((kernel, tile), scores))
@@ -149,14 +147,20 @@ def mask_units(arch: int) -> Iterator[KernelKey]:
         yield _mask_tiles_key(KernelKey(kernel, arch, dtype, d, dv, config=tile, **features))
 
 
-def has_own_text(arch: int) -> bool:
-    """Whether no older architecture compiles the same text."""
-    return all(text_of(older) != text_of(arch) for older in ARCHS if older < arch)
+def text_of(kernel: str, arch: int) -> int:
+    """Equal for architectures that compile the same text of a kernel."""
+    return sum(arch >= step for step in steps(kernel))
 
 
-def text_of(arch: int) -> int:
-    """Equal for architectures that compile the same text."""
-    return sum(arch >= step for step in STEPS)
+@cache
+def steps(kernel: str) -> set[int]:
+    """The architectures by which the text of a kernel changes."""
+
+    def read(file: str) -> tuple[str, str]:
+        return file, (build.KERNELS / file).read_text()
+
+    text = build.expand(f"{kernel}.cu", read)
+    return {int(arch) for arch in re.findall(r"\bkArch\W+(\d+)", text)}
 
 
 def name_of(key: KernelKey) -> str:
@@ -234,7 +238,8 @@ def backward_units(arch: int) -> Iterator[KernelKey]:
             n = 0 if arch == 90 and j == 0 else i + arch
             yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
     for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
-        if not has_own_text(arch) and i % len(ARCHS) != ARCHS.index(arch):
+        new = arch == ARCHS[0] or arch in steps(kernel)
+        if not new and i % len(ARCHS) != ARCHS.index(arch):
             continue
         if kernel == BWD_QUERIES_MMA and not (aligned and dtype in _DTYPES[:2] and arch >= 80):
             continue

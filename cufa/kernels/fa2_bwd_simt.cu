@@ -32,7 +32,7 @@ DEVICE void add_rows(GradientQ& dq, const BackwardParams& p, const Tile& tile) {
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 fa2_bwd_simt(const __grid_constant__ BackwardParams p) {
   const KeyTile own(p, ptx::ctaid_x());            // which keys, which head, which sequence
-  const QueryRange rows = own.rows_that_see(p);          // tiles that see none of them are never loaded
+  const QueryRange rows = own.rows_that_see(p);  // tiles that see none of them are never loaded
   const BackwardTiles smem(ptx::dynamic_smem());
   smem.load_keys(p, own, own.key0());
   GradientK dk;
