@@ -191,13 +191,18 @@ def worst_error(result: Any, expected: Exact) -> Error:
 def fractions(got: Any, want: Array, bound: Array) -> Array:
     """Error of each element as a fraction of its bound; above 1 is wrong.
 
-    Where the exact answer is NaN or infinite, 0 if the result is the same, else infinity.
+    Where the exact answer is NaN or infinite, 0 if the result is the same, else infinity. Where it
+    may be beyond what the result's dtype can hold, infinity of its sign is right too.
     """
-    got = to_numpy(got).astype(np.float64)
+    got = to_numpy(got)
+    most = largest(got.dtype)
+    got = got.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         off = abs(got - want)
         part = off / bound
         part = np.where(np.isnan(part), np.where(off <= bound, 0, np.inf), part)  # 0 / 0, NaN
+        beyond = np.isinf(got) & (got * want > 0) & (abs(want) + bound >= most)
+        part = np.where(beyond, 0, part)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     return np.where(np.isfinite(want), part, np.where(same, 0, np.inf))
 
@@ -292,5 +297,12 @@ def _accumulator(dtype: np.dtype[Any]) -> np.finfo[Any]:
 
 
 def spacing(dtype: np.dtype[Any], value: Any) -> Any:
-    """Distance of the numbers of `dtype` at `value`."""
+    """Distance of the numbers of `dtype` at `value`, at least 0, or at its largest if beyond."""
+    last_step = np.nextafter(np.array(largest(dtype), dtype), np.array(0, dtype))
+    value = np.minimum(value, float(last_step))
     return np.spacing(np.asarray(value).astype(dtype)).astype(np.float64)
+
+
+def largest(dtype: np.dtype[Any]) -> float:
+    """The largest finite number of `dtype`."""
+    return float(np.nextafter(np.array(np.inf, dtype), np.array(0, dtype)))

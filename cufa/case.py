@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cufa import bounds
 from cufa.bounds import Exact, exact
 from cufa.gradient_bounds import ExactGradients, exact_gradients
 
@@ -57,8 +58,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def largest(dtype: str) -> float:
     """The largest finite number of the dtype of that name."""
-    infinity = np.array(np.inf, numpy_dtype(dtype))
-    return float(np.nextafter(infinity, numpy_dtype(dtype).type(0)))
+    return bounds.largest(numpy_dtype(dtype))
 
 
 @dataclass(frozen=True)

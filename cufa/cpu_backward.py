@@ -163,6 +163,7 @@ def _backward(
     """Algorithm 2 for one block of query rows: its lines 8 to 16 for every block of keys."""
     batches, kv_heads, _, rows = task
     split = views.q[task].shape[:4]
+    kept_scale = 1 / (1 - problem.dropout_p)  # not of dO, which may be as large as its dtype holds
     q = load_queries(problem, views, task, space)  # rows of the whole group in one axis
     dout, base, delta = _load_rows(problem, views, passing, task, space)
     dq = block(space.dq, q.shape, space.order)
@@ -186,10 +187,13 @@ def _backward(
             weights = p if kept is None else np.multiply(p, kept, out=ds)
             dv_block = block(space.dv_block, v.shape, "C")
             matmul(weights.swapaxes(-1, -2), dout, dv_block)
+            if kept is not None:
+                dv_block *= kept_scale
             passing.dv[part, batches, kv_heads, keys] += dv_block  # dV += P^T dO
         matmul(dout, v.swapaxes(-1, -2), ds)  # dP = dO V^T
         if kept is not None:
             ds *= kept
+            ds *= kept_scale
         ds -= delta
         ds *= p  # dS = P * (dP - D)
         if passing.dbias is not None:
@@ -232,7 +236,6 @@ def _load_rows(
         delta[unseen] = 0
         dout[unseen.reshape(folded)] = 0
     passing.delta[task] = delta
-    dout /= 1 - problem.dropout_p  # of every weight that is kept
     return dout, base, delta.reshape(*folded, 1)
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 #: Batches times heads; more would need tensors that no machine holds.
 MAX_HEADS = 1 << 31
-#: Most weights of a piece whose words are computed at once: 20 MB of words.
+#: Weights whose words are computed at once, 20 MB of words; no fewer than a row of tiles has.
 _PIECE = 1 << 20
 #: Counters of a head that NumPy computes at once: their words stay in the processor's cache.
 _STRIP = 1 << 13
@@ -192,17 +193,20 @@ def _pieces(
 ) -> Iterator[tuple[tuple[slice, ...], Any]]:
     """Parts of a mask of four axes, each with its place, that cover it once."""
     batch, heads, seqlen_q, seqlen_k = shape
-    row_step = max(16, _PIECE // max(1, seqlen_k) // 16 * 16)
-    head_step = max(1, _PIECE // max(1, min(row_step, seqlen_q) * seqlen_k))
-    for b in range(batch):
-        batches = xp.arange(b, b + 1)[:, None]
-        for h in range(0, heads, head_step):
-            of_heads = slice(h, min(h + head_step, heads))
-            head = xp.arange(of_heads.start, of_heads.stop)
-            for i in range(0, seqlen_q, row_step):
-                rows = slice(i, min(i + row_step, seqlen_q))
-                keep = keep_block(xp, seed, p, batches, head, rows, slice(0, seqlen_k))
-                yield (slice(b, b + 1), of_heads, rows), keep
+    height, width = (max(1, -(-n // 16)) * 16 for n in (seqlen_q, seqlen_k))  # in whole tiles
+    row_step = max(16, _PIECE // width // 16 * 16)
+    head_step = max(1, _PIECE // (min(row_step, height) * width))
+    batch_step = max(1, head_step // max(1, heads))
+    for of_batches, of_heads, rows in product(
+        _cut(batch, batch_step), _cut(heads, head_step), _cut(seqlen_q, row_step)
+    ):
+        b, h = (xp.arange(x.start, x.stop) for x in (of_batches, of_heads))
+        keep = keep_block(xp, seed, p, b[:, None], h, rows, slice(0, seqlen_k))
+        yield (of_batches, of_heads, rows), keep
+
+
+def _cut(size: int, step: int) -> list[slice]:
+    return [slice(i, min(i + step, size)) for i in range(0, size, step)]
 
 
 def _plain_shape(shape: Any) -> tuple[int, ...]:

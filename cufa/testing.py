@@ -92,13 +92,14 @@ def assert_gradients_within_rounding(result: Any, expected: ExactGradients) -> N
 
 def _assert_near(name: str, got: Any, want: Array, bound: Array) -> None:
     assert got.shape == want.shape, f"{name} has shape {got.shape}, not {want.shape}"
-    got = to_numpy(got).astype(np.float64)
+    got = to_numpy(got)
     wrong = fractions(got, want, bound) > 1
     if wrong.any():
         at = tuple(int(n) for n in np.argwhere(wrong)[0])
         raise AssertionError(
             f"{name} is wrong in {wrong.sum()} of {wrong.size} elements, first at {at}: "
-            f"{got[at]!r} where the formula gives {want[at]!r}, with room for {bound[at]:.2g}"
+            f"{float(got[at])!r} where the formula gives {float(want[at])!r}, with room for "
+            f"{bound[at]:.2g}"
         )
 
 

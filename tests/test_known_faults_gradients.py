@@ -12,6 +12,7 @@ import pytest
 from problems import case, moved
 
 import cufa
+from cufa.bounds import fractions
 from cufa.gradient_bounds import exact_gradients
 from cufa.testing import FLOATS, Memory, assert_gradients_within_rounding, numpy_dtype, to_numpy
 
@@ -31,18 +32,24 @@ def check(xp, problem, through_lse=False, **options):
     )
 
 
-def check_arrays(xp, dout, q, k, v, dlse=None, **options):
-    """The same for arrays of one's own; NumPy views keep their strides on the way to `xp`."""
+def check_arrays(xp, dout, q, k, v, **options):
+    """The same for arrays of one's own."""
+    got, expected = check_elements(xp, dout, q, k, v, **options)
+    for a, want in zip(got[:3], expected.gradients[:3], strict=True):
+        off = np.linalg.norm((a.astype(np.float64) - want).ravel())
+        assert off <= MOST[q.dtype.name] * np.linalg.norm(want.ravel())
+    return got
+
+
+def check_elements(xp, dout, q, k, v, dlse=None, **options):
+    """Each within its bound; NumPy views keep their strides on the way to `xp`."""
     on_device = {n: moved(xp, a) for n, a in options.items()}
     _, vjp = cufa.attention_vjp(*(moved(xp, a) for a in (q, k, v)), **on_device)
     got = vjp(moved(xp, dout), None if dlse is None else moved(xp, dlse))
     got = cufa.Gradients(*(None if a is None else to_numpy(a) for a in got))
     expected = exact_gradients(dout, q, k, v, dlse=dlse, **options)
     assert_gradients_within_rounding(got, expected)
-    for a, want in zip(got[:3], expected.gradients[:3], strict=True):
-        off = np.linalg.norm((a.astype(np.float64) - want).ravel())
-        assert off <= MOST[q.dtype.name] * np.linalg.norm(want.ravel())
-    return got
+    return got, expected
 
 
 @pytest.mark.parametrize(
@@ -200,3 +207,20 @@ def test_a_key_at_minus_infinity_from_all_queries_has_no_gradient(xp, dtype):
     for gradient in map(to_numpy, (got.dk, got.dv)):
         assert not gradient[..., 5, :].any()
         assert np.isfinite(gradient.astype(float)).all()
+
+
+def test_a_gradient_beyond_its_dtype_is_infinite(xp):
+    dout, q, k = np.full((2, 1), 6e4, "e"), np.zeros((2, 1), "e"), np.zeros((1, 1), "e")
+    got, expected = check_elements(xp, dout, q, k, k)
+    assert got.dv == np.inf
+    assert fractions(-got.dv, expected.gradients.dv, expected.bounds.dv) == np.inf
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dropout_p", "size"), [(0.5, 2e38), (0.999, 1e36)])
+def test_what_comes_back_may_be_as_large_as_its_dtype_holds(xp, dtype, dropout_p, size):
+    """Divided by 1 - dropout_p it would not be finite; the gradients are."""
+    shape, dtype = (1, 1, 1000, 8), numpy_dtype(dtype)
+    dout, v = np.full((1, 1, 4, 8), size, dtype), np.full(shape, 1e-10, dtype)
+    q, k = np.zeros((1, 1, 4, 8), dtype), np.zeros(shape, dtype)
+    check_arrays(xp, dout, q, k, v, dropout_p=dropout_p, dropout_seed=1)
