@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from cufa.arrays import describe
+from cufa import cpu, interop
+from cufa.arrays import CPU, Arrays, ForeignArray, describe, sign
+from cufa.attention import attention
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from cufa.options import dtype_name
-from cufa.problem import place_of
+from cufa.problem import ArrayFacts, Shape, Signature, make_problem, place_of
 
 Params = Mapping[str, Any]
 #: Options of attention that a layer does not take, and why.
@@ -19,6 +22,9 @@ _OWN = {
     "out": "the result is that of the last projection",
     "wrt": "it gives all gradients",
 }
+#: Those that it passes on, with their defaults, and which of them are arrays.
+_PASSED_ON = {n: a for n, a in (attention.__kwdefaults__ or {}).items() if n not in _OWN}
+_ARRAYS = ("mask", "bias", "alibi_slopes", "sink")
 
 
 def check_heads(embed_dim: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
@@ -57,18 +63,72 @@ def check_rotary(head_dim: int, base: float) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise if there is one that a layer sets itself.
+    """Raise if there is one that a layer does not pass on.
 
     Raises
     ------
     ArgumentError
+        A layer sets it itself.
+    TypeError
+        Attention has no such option, as Python says of a misspelled keyword.
     """
-    for name, reason in _OWN.items():
-        if name in options:
+    for name, value in options.items():
+        if name in _OWN:
             raise ArgumentError(
-                f"{name} is {options[name]!r}; it is an option of cufa.attention that a layer does "
-                f"not take: {reason}"
+                f"{name} is {value!r}; it is an option of cufa.attention that a layer does not "
+                f"take: {_OWN[name]}"
             )
+        if name not in _PASSED_ON:
+            raise TypeError(f"a layer has no option {name}; it takes {', '.join(_PASSED_ON)}")
+
+
+def check_attention(
+    x: Any, of_q: Shape, of_kv: Shape, return_lse: bool, **options: Any
+) -> Signature:
+    """Raise what attention would on projections of `x` that are yet to be computed.
+
+    Parameters
+    ----------
+    x : array
+        Their dtype and device.
+    of_q, of_kv : tuple of int
+        Their shapes, in layout "bshd".
+    return_lse : bool
+    **options
+        Those that a layer passes on.
+
+    Returns
+    -------
+    Signature
+        That of the call that is to come.
+
+    Raises
+    ------
+    ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+    """
+    plain = {**_PASSED_ON, **options}
+    arrays = {name: plain.pop(name) for name in _ARRAYS}
+    call: Signature | None
+    try:
+        call = sign(Arrays(x, x, x, **arrays), **plain, layout="bshd", return_lse=return_lse)
+    except ForeignArray:
+        call = None
+    if call is None:
+        again = partial(check_attention, x, of_q, of_kv, return_lse, **plain)
+        found: Signature = interop.lend(again, arrays, writes=None)
+        return found
+    q, kv = _made(of_q, call.q), _made(of_kv, call.q)
+    call = call._replace(q=q, k=kv, v=kv)  # x was there for the options' sake
+    if q.device == CPU:
+        cpu.check_algorithm(call.algorithm)
+    make_problem(call)
+    return call
+
+
+def _made(shape: Shape, like: ArrayFacts) -> ArrayFacts:
+    """A contiguous array that is yet to be made."""
+    strides = [like.dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape))]
+    return like._replace(shape=shape, strides=tuple(strides))
 
 
 def check_params(params: Params, shapes: Mapping[str, tuple[int, ...]], of: str, like: Any) -> None:

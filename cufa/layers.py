@@ -11,9 +11,10 @@ from cufa.arrays import describe
 from cufa.attention import attention
 from cufa.backward import attention_backward, attention_vjp
 from cufa.errors import ShapeError
-from cufa.gradients import Gradients
+from cufa.gradients import Gradients, check_algorithm
 from cufa.layer_checks import (
     Params,
+    check_attention,
     check_belongs,
     check_heads,
     check_options,
@@ -22,7 +23,7 @@ from cufa.layer_checks import (
 )
 from cufa.linear import bias_backward, linear, linear_backward
 from cufa.options import numpy_dtype, plain_choice, plain_dtype, plain_integer, plain_number
-from cufa.problem import check_float
+from cufa.problem import Signature, check_float
 from cufa.rotary import Turns, rotate, turns
 
 _BOOL = (False, True)
@@ -189,11 +190,14 @@ class MultiHeadAttention:
 
         Raises
         ------
-        ArgumentError, DeviceError, DTypeError, ShapeError
-            What is given does not fit together; the message names it.
+        ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+            What is given does not fit together; the message names it. Nothing has been computed
+            then, but where a GPU has no kernel for the attention, or "standard" no memory.
+        TypeError
+            Attention has no such option.
         """
-        check_options(options)
-        q, k, v = self.project(params, x, context, offset=offset)
+        self._check_call(params, x, context, offset, options)
+        q, k, v = self._project(params, x, context, offset)
         return self.join(params, attention(q, k, v, layout="bshd", **options))
 
     def vjp(
@@ -230,20 +234,22 @@ class MultiHeadAttention:
 
         Raises
         ------
-        ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
-            As the layer and `cufa.attention_backward` do.
+        ArgumentError, DeviceError, DTypeError, ShapeError, TypeError, UnsupportedError
+            As a call of the layer, and what can be known of the backward pass beforehand.
         """
-        check_options(options)
         plain_choice("recompute", recompute, _BOOL)
+        plain_choice("deterministic", deterministic, _BOOL)
+        call = self._check_call(params, x, context, offset, options, return_lse=True)
+        check_algorithm(call.algorithm)
         options |= {"layout": "bshd", "deterministic": deterministic}
         # No name for q, k and v: what holds on to them is `pull`, or nothing.
         (out, lse), pull = attention_vjp(
-            *self.project(params, x, context, offset=offset), return_lse=True, **options
+            *self._project(params, x, context, offset), return_lse=True, **options
         )
         if recompute:
 
             def pull(dout: Any) -> Gradients:
-                q, k, v = self.project(params, x, context, offset=offset)
+                q, k, v = self._project(params, x, context, offset)
                 return attention_backward(dout, q, k, v, out, lse, **options)
 
         def vjp(dy: Any) -> LayerGradients:
@@ -274,7 +280,12 @@ class MultiHeadAttention:
         ------
         ArgumentError, DeviceError, DTypeError, ShapeError
         """
-        source = self._check(params, x, context, offset)
+        self._check(params, x, context, offset)
+        return self._project(params, x, context, offset)
+
+    def _project(self, params: Params, x: Any, context: Any, offset: int) -> tuple[Any, Any, Any]:
+        """`project`, of what has been checked."""
+        source = x if context is None else context
         q = self._heads(params, "q", x, self.heads)
         k = self._heads(params, "k", source, self.kv_heads)
         v = self._heads(params, "v", source, self.kv_heads)
@@ -381,6 +392,22 @@ class MultiHeadAttention:
         if context is None:
             return of_q, of_q
         return of_q, turns(x, context.shape[-2], self.head_dim, self.rotary_base, 0)
+
+    def _check_call(
+        self,
+        params: Params,
+        x: Any,
+        context: Any,
+        offset: Any,
+        options: dict[str, Any],
+        return_lse: bool = False,
+    ) -> Signature:
+        """Raise what any step of a call would, before the first."""
+        check_options(options)
+        source = self._check(params, x, context, offset)
+        of_q = (*x.shape[:-1], self.heads, self.head_dim)
+        of_kv = (*source.shape[:-1], self.kv_heads, self.head_dim)
+        return check_attention(x, of_q, of_kv, return_lse, **options)
 
     def _check(self, params: Params, x: Any, context: Any, offset: Any) -> Any:
         """What keys and values are made of, once everything fits together."""

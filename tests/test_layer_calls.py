@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from foreign import Lender
 from hypothesis import given
 from hypothesis import strategies as st
-from test_errors import named, refuse
+from test_errors import BAD_CALLS as BAD_ATTENTION
+from test_errors import build, named, refuse
 
 import cufa
-from cufa import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from cufa import ArgumentError, DTypeError, ShapeError, UnsupportedError, layers
 
 SIZES = {"embed_dim": 12, "heads": 6}
 LAYER = cufa.MultiHeadAttention(12, 6, kv_heads=3, head_dim=4, context_dim=10)
 NAMES = ("params", "x", "context")
+#: Options of attention that a layer does not take.
+OWN = ("layout", "return_lse", "out", "wrt")
 
 
 def good_call():
     """Arguments that fit together."""
     x, context = np.ones((2, 5, 12), "float32"), np.ones((2, 7, 10), "float32")
     return {"params": LAYER.init(0), "x": x, "context": context}
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """A test in which something is computed fails."""
+
+    def run(*args, **options):
+        pytest.fail("something was computed")
+
+    for name in ("linear", "rotate", "attention", "attention_vjp"):
+        monkeypatch.setattr(layers, name, run)
 
 
 def zeros(*shape, dtype="float32"):
@@ -63,8 +78,9 @@ BAD_CALLS = {
         ({"return_lse": True}, r"return_lse is True; .*does not take"),
         ({"out": None}, r"out is None; .*does not take"),
         ({"wrt": "q"}, r"wrt is 'q'; .*all gradients"),
-        ({"causal": "bottom"}, r"causal is 'bottom'"),
         ({"dropout_p": 0.5}, r"dropout_p is 0.5 and dropout_seed is None"),
+        ({"dropout_p": 2, "dropout_seed": 1}, r"dropout_p is 2.0; .*below 1"),
+        ({"dropout_p": 0.5, "dropout_seed": -1}, r"dropout_seed is -1; .*at least 0"),
     ],
     ShapeError: [
         ({"x": zeros(2, 5, 11)}, r"x has shape \(2, 5, 11\); .*\(batch, seqlen, 12\)"),
@@ -75,7 +91,7 @@ BAD_CALLS = {
         ({"context": zeros(7, 10)}, r"context has shape \(7, 10\); it must be \(2, 7, 10\)"),
         ({"context": zeros(10)}, r"context has shape \(10,\)"),
         ({"params": changed(wk=zeros(12, 12))}, r"params\['wk'\] has shape .*\(10, 12\)"),
-        ({"mask": np.ones((5, 6), bool)}, r"mask has shape \(5, 6\)"),
+        ({"bias": Lender(zeros(5, 6))}, r"bias has shape \(5, 6\)"),
     ],
     DTypeError: [
         ({"x": zeros(2, 5, 12, dtype="int32")}, r"x is int32; it takes float16"),
@@ -86,7 +102,17 @@ BAD_CALLS = {
         ({"params": changed(wo=None) | {"wo": [1]}}, r"params\['wo'\] is a list"),
         ({"params": [1]}, r"params is a list; it must be a dict"),
         ({"offset": 0.5}, r"offset is 0.5, a float"),
+        ({"dropout_p": 0.5, "dropout_seed": 0.5}, r"dropout_seed is 0.5, a float"),
     ],
+    UnsupportedError: [
+        ({"algorithm": "fa1"}, r"algorithm is 'fa1', which"),
+        ({"algorithm": "fa3"}, r"algorithm is 'fa3', which"),
+    ],
+}
+#: What attention refuses of the options that a layer passes on; the scores have the same shape.
+PASSED_ON = {
+    error: [(changes, message) for changes, message in rows if not changes.keys() & {*"qkv", *OWN}]
+    for error, rows in BAD_ATTENTION.items()
 }
 
 
@@ -95,17 +121,45 @@ def test_sizes_that_do_not_fit_are_refused(changes, error, message):
     refuse(cufa.MultiHeadAttention, {**SIZES, **changes}, error, message, ("embed_dim", "heads"))
 
 
+@pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("call", [LAYER, LAYER.vjp])
 @pytest.mark.parametrize(("changes", "error", "message"), named(BAD_CALLS))
-def test_a_bad_call_of_a_layer_is_refused(call, changes, error, message):
+def test_a_bad_call_of_a_layer_is_refused_before_anything_runs(call, changes, error, message):
     refuse(call, {**good_call(), **changes}, error, message, NAMES)
 
 
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("call", [LAYER, LAYER.vjp])
+@pytest.mark.parametrize(("changes", "error", "message"), named(PASSED_ON))
+def test_what_attention_refuses_is_refused_before_anything_runs(call, changes, error, message):
+    refuse(call, build(np, good_call(), changes), error, message, NAMES)
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("call", [LAYER, LAYER.vjp])
+def test_a_misspelled_option_is_refused_before_anything_runs(call):
+    with pytest.raises(TypeError, match=r"no option casual; .*causal, window, mask"):
+        call(**good_call(), casual=True)
+
+
+def test_a_layer_takes_masks_and_biases_of_other_libraries():
+    rng = np.random.default_rng(0)
+    options = {"mask": rng.random((5, 7)) < 0.5, "bias": rng.standard_normal((5, 7))}
+    lent = {name: Lender(a) for name, a in options.items()}
+    y, vjp = LAYER.vjp(**good_call(), **options)
+    same, of_lent = LAYER.vjp(**good_call(), **lent)
+    assert (LAYER(**good_call(), **lent) == y).all()
+    assert (same == y).all()
+    assert (of_lent(y).dbias == vjp(y).dbias).all()
+
+
+@pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"recompute": 1}, ArgumentError, r"recompute is 1; .*False, True"),
         ({"deterministic": "yes"}, ArgumentError, r"deterministic is 'yes'"),
+        ({"deterministic": 1}, ArgumentError, r"deterministic is 1; .*False, True"),
         ({"algorithm": "standard"}, UnsupportedError, r"'standard', which has no gradients"),
     ],
 )
