@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from cufa import cpu, interop
 from cufa.arrays import CPU, Arrays, ForeignArray, describe, sign
 from cufa.attention import attention
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from cufa.options import dtype_name
-from cufa.problem import ArrayFacts, Shape, Signature, make_problem, place_of
+from cufa.options import (
+    FLOAT_DTYPES,
+    dtype_name,
+    numpy_dtype,
+    plain_choice,
+    plain_dtype,
+    plain_integer,
+)
+from cufa.problem import ArrayFacts, Shape, Signature, check_float, make_problem, place_of
 
 Params = Mapping[str, Any]
 #: Options of attention that a layer does not take, and why.
@@ -25,6 +35,8 @@ _OWN = {
 #: Those that it passes on, with their defaults, and which of them are arrays.
 _PASSED_ON = {n: a for n, a in (attention.__kwdefaults__ or {}).items() if n not in _OWN}
 _ARRAYS = ("mask", "bias", "alibi_slopes", "sink")
+#: float64 counts up to here.
+_POSITIONS = 2**53
 
 
 def check_heads(embed_dim: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
@@ -60,6 +72,46 @@ def check_rotary(head_dim: int, base: float) -> None:
         )
     if not 0 < base < math.inf:
         raise ArgumentError(f"rotary_base is {base}; it must be positive and finite")
+
+
+def plain_generator(rng: Any) -> np.random.Generator:
+    """What `init` draws from.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+        It is neither a generator nor a seed for one.
+    """
+    try:
+        return np.random.default_rng(rng)
+    except (TypeError, ValueError) as error:
+        kind = DTypeError if isinstance(error, TypeError) else ArgumentError
+        raise kind(
+            f"rng is {rng!r}; it must be a numpy.random.Generator, or a seed for one ({error})"
+        ) from None
+
+
+def plain_format(dtype: Any) -> np.dtype[Any]:
+    """What `init` makes parameters of.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+    """
+    if dtype is None:  # which NumPy takes for float64
+        plain_choice("dtype", dtype, FLOAT_DTYPES)
+    return numpy_dtype(plain_dtype("dtype", dtype))
+
+
+def check_library(xp: Any) -> None:
+    """Raise unless it is NumPy or CuPy.
+
+    Raises
+    ------
+    DTypeError
+    """
+    if not (isinstance(xp, ModuleType) and xp.__name__ in ("numpy", "cupy")):
+        raise DTypeError(f"xp is {xp!r}; it must be a module, numpy or cupy")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -131,6 +183,44 @@ def _made(shape: Shape, like: ArrayFacts) -> ArrayFacts:
     return like._replace(shape=shape, strides=tuple(strides))
 
 
+def check_inputs(
+    shapes: Mapping[str, Shape], params: Params, x: Any, context: Any, offset: Any
+) -> Any:
+    """What keys and values are made of, `x` or `context`, once everything fits together.
+
+    `shapes` is what the layer's parameters have.
+
+    Raises
+    ------
+    ArgumentError, DeviceError, DTypeError, ShapeError
+    """
+    (embed_dim, _), (context_dim, _) = shapes["wq"], shapes["wk"]
+    facts = describe("x", x)
+    check_float("x", facts)
+    if len(facts.shape) not in (2, 3) or facts.shape[-1] != embed_dim:
+        raise ShapeError(
+            f"x has shape {facts.shape}; it must be (batch, seqlen, {embed_dim}), or without batch"
+        )
+    seqlen = facts.shape[-2]
+    if plain_integer("offset", offset, 0) + seqlen > _POSITIONS:
+        raise ArgumentError(
+            f"offset is {offset} and x has {seqlen} rows; their positions must be below 2**53, up "
+            "to where float64 counts"
+        )
+    check_params(params, shapes, "x", x)
+    if context is None:
+        if context_dim != embed_dim:
+            raise ShapeError(
+                f"context is None; keys and values of this layer are made of a context that is "
+                f"{context_dim} wide, and x is {embed_dim}"
+            )
+        return x
+    describe("context", context)  # raises if it is no array
+    seqlen_k = context.shape[-2] if context.ndim > 1 else 0
+    check_belongs("context", context, (*x.shape[:-2], seqlen_k, context_dim), "x", x)
+    return context
+
+
 def check_params(params: Params, shapes: Mapping[str, tuple[int, ...]], of: str, like: Any) -> None:
     """Raise unless `params` has these shapes, and dtype and device of `like`, an array `of`.
 
@@ -160,6 +250,7 @@ def check_belongs(name: str, a: Any, shape: tuple[int, ...], of: str, like: Any)
     if facts.shape != shape:
         raise ShapeError(f"{name} has shape {facts.shape}; it must be {shape}")
     if facts.dtype != wanted.dtype:
+        check_float(name, facts)  # which knows of another byte order
         raise DTypeError(
             f"{name} is {dtype_name(facts.dtype)} and {of} is {dtype_name(wanted.dtype)}; all "
             "arrays of a layer must have one dtype"

@@ -17,12 +17,16 @@ from cufa.layer_checks import (
     check_attention,
     check_belongs,
     check_heads,
+    check_inputs,
+    check_library,
     check_options,
     check_params,
     check_rotary,
+    plain_format,
+    plain_generator,
 )
 from cufa.linear import bias_backward, linear, linear_backward
-from cufa.options import numpy_dtype, plain_choice, plain_dtype, plain_integer, plain_number
+from cufa.options import plain_choice, plain_integer, plain_number
 from cufa.problem import Signature, check_float
 from cufa.rotary import Turns, rotate, turns
 
@@ -32,7 +36,7 @@ _BOOL = (False, True)
 class LayerGradients(NamedTuple):
     """The derivative of a loss by each input of a layer; None for what was not given."""
 
-    #: A dict like the parameters.
+    #: A dict like the parameters, in their order.
     dparams: dict[str, Any]
     dx: Any
     dcontext: Any = None
@@ -72,7 +76,8 @@ class MultiHeadAttention:
     shapes : dict of tuples
         Shapes of the parameters: ``wq`` (embed_dim, heads * head_dim), ``wk`` and ``wv``
         (context_dim, kv_heads * head_dim), ``wo`` (heads * head_dim, embed_dim); with
-        `projection_bias` also ``bq``, ``bk``, ``bv`` and ``bo``, as long as their matrix is wide.
+        `projection_bias`, after each matrix, ``bq``, ``bk``, ``bv`` and ``bo``, as long as it is
+        wide.
 
     Raises
     ------
@@ -127,14 +132,17 @@ class MultiHeadAttention:
         if self.rotary:
             check_rotary(self.head_dim, self.rotary_base)
         wide, kv_wide = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.shapes: dict[str, tuple[int, ...]] = {
-            "wq": (self.embed_dim, wide),
-            "wk": (self.context_dim, kv_wide),
-            "wv": (self.context_dim, kv_wide),
-            "wo": (wide, self.embed_dim),
+        matrices = {
+            "q": (self.embed_dim, wide),
+            "k": (self.context_dim, kv_wide),
+            "v": (self.context_dim, kv_wide),
+            "o": (wide, self.embed_dim),
         }
-        if self.projection_bias:
-            self.shapes |= {f"b{name[1]}": shape[1:] for name, shape in self.shapes.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in matrices.items():
+            self.shapes[f"w{name}"] = shape
+            if self.projection_bias:
+                self.shapes[f"b{name}"] = shape[1:]
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{n}={value!r}" for n, value in vars(self).items() if n != "shapes")
@@ -155,9 +163,15 @@ class MultiHeadAttention:
         -------
         dict of arrays
             Matrices of normal numbers with variance 1 / (rows of the matrix), so that a product
-            is as large as its input; vectors of zeros.
+            is as large as its input; vectors of zeros. In the order of `shapes`.
+
+        Raises
+        ------
+        ArgumentError, DTypeError
+            No generator or seed, a dtype that layers do not take, another library.
         """
-        rng, dtype = np.random.default_rng(rng), numpy_dtype(plain_dtype("dtype", dtype))
+        check_library(xp)
+        rng, dtype = plain_generator(rng), plain_format(dtype)
         params = {}
         for name, shape in self.shapes.items():
             drawn = rng.normal(0, shape[0] ** -0.5, shape) if len(shape) > 1 else np.zeros(shape)
@@ -179,7 +193,7 @@ class MultiHeadAttention:
         offset : int, default 0
             Rotary position of the first row of `x`. Rows of a `context` count from 0, so that
             ``layer(params, x[:, n:], x, offset=n, causal=True)`` is ``layer(params, x,
-            causal=True)[:, n:]``.
+            causal=True)[:, n:]``. Positions are below 2**53.
         **options
             Those of `cufa.attention`: causal, window, mask, bias, dropout_p, ..., but not `layout`,
             `return_lse` and `out`.
@@ -258,7 +272,9 @@ class MultiHeadAttention:
             of_heads, dx, dcontext = self.project_backward(
                 dq, dk, dv, params, x, context, offset=offset
             )
-            return LayerGradients({**of_heads, **of_join}, dx, dcontext, dbias, dsink)
+            found = {**of_heads, **of_join}
+            dparams = {name: found[name] for name in params}  # as loops over both expect
+            return LayerGradients(dparams, dx, dcontext, dbias, dsink)
 
         return self.join(params, out), vjp
 
@@ -280,7 +296,7 @@ class MultiHeadAttention:
         ------
         ArgumentError, DeviceError, DTypeError, ShapeError
         """
-        self._check(params, x, context, offset)
+        check_inputs(self.shapes, params, x, context, offset)
         return self._project(params, x, context, offset)
 
     def _project(self, params: Params, x: Any, context: Any, offset: int) -> tuple[Any, Any, Any]:
@@ -318,7 +334,7 @@ class MultiHeadAttention:
         ------
         ArgumentError, DeviceError, DTypeError, ShapeError
         """
-        source = self._check(params, x, context, offset)
+        source = check_inputs(self.shapes, params, x, context, offset)
         check_belongs("dq", dq, (*x.shape[:-1], self.heads, self.head_dim), "x", x)
         for name, a in (("dk", dk), ("dv", dv)):
             check_belongs(name, a, (*source.shape[:-1], self.kv_heads, self.head_dim), "x", x)
@@ -404,33 +420,10 @@ class MultiHeadAttention:
     ) -> Signature:
         """Raise what any step of a call would, before the first."""
         check_options(options)
-        source = self._check(params, x, context, offset)
+        source = check_inputs(self.shapes, params, x, context, offset)
         of_q = (*x.shape[:-1], self.heads, self.head_dim)
         of_kv = (*source.shape[:-1], self.kv_heads, self.head_dim)
         return check_attention(x, of_q, of_kv, return_lse, **options)
-
-    def _check(self, params: Params, x: Any, context: Any, offset: Any) -> Any:
-        """What keys and values are made of, once everything fits together."""
-        plain_integer("offset", offset, 0)
-        facts = describe("x", x)
-        check_float("x", facts)
-        if len(x.shape) not in (2, 3) or x.shape[-1] != self.embed_dim:
-            raise ShapeError(
-                f"x has shape {x.shape}; it must be (batch, seqlen, {self.embed_dim}), or without "
-                "batch"
-            )
-        check_params(params, self.shapes, "x", x)
-        if context is None:
-            if self.context_dim != self.embed_dim:
-                raise ShapeError(
-                    f"context is None; keys and values of this layer are made of a context that "
-                    f"is {self.context_dim} wide, and x is {self.embed_dim}"
-                )
-            return x
-        describe("context", context)  # raises if it is no array
-        seqlen_k = context.shape[-2] if context.ndim > 1 else 0
-        check_belongs("context", context, (*x.shape[:-2], seqlen_k, self.context_dim), "x", x)
-        return context
 
     def _check_out(self, params: Params, out: Any) -> None:
         check_float("out", describe("out", out))

@@ -74,6 +74,8 @@ BAD_CALLS = {
         ({"params": changed(bq=zeros(24))}, r"params has bq, wk, wo, wq, wv; this layer takes"),
         ({"params": {}}, r"params has nothing; this layer takes wq"),
         ({"offset": -1}, r"offset is -1; it must be at least 0"),
+        ({"offset": 10**400}, r"offset is 1000.*positions .*below 2\*\*53"),
+        ({"offset": 2**53 - 4}, r"offset is 9007199254740988 and x has 5 rows; .*below 2\*\*53"),
         ({"layout": "bhsd"}, r"layout is 'bhsd'; .*does not take: its arrays are \(batch"),
         ({"return_lse": True}, r"return_lse is True; .*does not take"),
         ({"out": None}, r"out is None; .*does not take"),
@@ -101,6 +103,9 @@ BAD_CALLS = {
         ({"params": changed(wo=zeros(24, 12, dtype="float16"))}, r"'wo'\] is float16 and x is"),
         ({"params": changed(wo=None) | {"wo": [1]}}, r"params\['wo'\] is a list"),
         ({"params": [1]}, r"params is a list; it must be a dict"),
+        ({"x": zeros(2, 5, 12, dtype=">f4")}, r"x is stored in the other byte order \(>f4\)"),
+        ({"context": zeros(2, 7, 10, dtype=">f4")}, r"context is stored in the other byte order"),
+        ({"params": changed(wv=zeros(10, 12, dtype=">f4"))}, r"\['wv'\] is stored in the other"),
         ({"offset": 0.5}, r"offset is 0.5, a float"),
         ({"dropout_p": 0.5, "dropout_seed": 0.5}, r"dropout_seed is 0.5, a float"),
     ],
@@ -173,6 +178,7 @@ def test_what_only_gradients_do_not_take_is_refused_before_anything_runs(changes
     [
         (zeros(2, 5, 11), ShapeError, r"dy has shape \(2, 5, 11\); it must be \(2, 5, 12\)"),
         (zeros(2, 5, 12, dtype="float64"), DTypeError, r"dy is float64 and out is float32"),
+        (zeros(2, 5, 12, dtype=">f4"), DTypeError, r"dy is stored in the other byte order"),
         (1.0, DTypeError, r"dy is a float"),
     ],
 )
@@ -188,6 +194,8 @@ def test_what_comes_back_must_be_like_the_result(recompute, dy, error, message):
         ("dq", zeros(2, 5, 6, 5), ShapeError, r"dq has shape .*must be \(2, 5, 6, 4\)"),
         ("dk", zeros(2, 5, 3, 4), ShapeError, r"dk has shape .*must be \(2, 7, 3, 4\)"),
         ("dv", zeros(2, 7, 3, 4, dtype="f8"), DTypeError, r"dv is float64 and x is float32"),
+        ("dq", zeros(2, 5, 6, 4, dtype=">f4"), DTypeError, r"dq is stored in the other byte"),
+        ("dv", zeros(2, 7, 3, 4, dtype=">f4"), DTypeError, r"dv is stored in the other byte"),
     ],
 )
 def test_gradients_of_heads_must_be_like_heads(name, a, error, message):
@@ -203,9 +211,29 @@ def test_join_takes_heads_alone(shape):
         LAYER.join(LAYER.init(0), zeros(*shape))
 
 
-def test_init_takes_no_dtype_but_floats():
-    with pytest.raises(ArgumentError, match=r"dtype is 'int32'; .*float16"):
-        LAYER.init(0, "int32")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dtype": "int32"}, ArgumentError, r"dtype is 'int32'; .*float16"),
+        ({"dtype": None}, ArgumentError, r"dtype is None; .*float16"),
+        ({"rng": -1}, ArgumentError, r"rng is -1; .*Generator, or a seed .*non-negative"),
+        ({"rng": [1, -1]}, ArgumentError, r"rng is \[1, -1\]; .*seed"),
+        ({"rng": "a"}, DTypeError, r"rng is 'a'; .*seed"),
+        ({"rng": 0.5}, DTypeError, r"rng is 0.5; .*seed"),
+        ({"xp": None}, DTypeError, r"xp is None; .*numpy or cupy"),
+        ({"xp": "cupy"}, DTypeError, r"xp is 'cupy'; .*numpy or cupy"),
+        ({"xp": np.linalg}, DTypeError, r"xp is <module 'numpy.linalg'.*numpy or cupy"),
+    ],
+)
+def test_init_takes_a_seed_a_dtype_of_floats_and_a_library(changes, error, message):
+    with pytest.raises(error, match=message):
+        LAYER.init(**{"rng": 0, **changes})
+
+
+def test_positions_may_be_as_large_as_float64_counts_them():
+    turning = cufa.MultiHeadAttention(12, 6, rotary=True)
+    y = turning(turning.init(0), np.ones((5, 12), "float32"), offset=2**53 - 5)
+    assert np.isfinite(y).all()
 
 
 @pytest.mark.gpu

@@ -113,6 +113,20 @@ def test_gradients_have_shape_dtype_and_library_of_their_inputs(xp, suit, proble
         assert (type(a), a.shape, a.dtype) == (xp.ndarray, inputs[name].shape, inputs[name].dtype)
 
 
+@given(problem=layer_cases(**SOME), data=st.data())
+def test_gradients_come_in_the_order_of_their_parameters(problem, data):
+    (params, x, context), layer = problem.arrays(np), problem.layer
+    order = data.draw(st.permutations(list(params)))
+    shuffled = {name: params[name] for name in order}
+    _, vjp = layer.vjp(shuffled, x, context, **problem.options(np))
+    assert list(vjp(problem.back(np)).dparams) == order
+
+    q, k, v = layer.project(params, x, context)
+    of_heads, *_ = layer.project_backward(q, k, v, params, x, context)
+    of_join, _ = layer.join_backward(x, params, q)
+    assert [*of_heads, *of_join] == list(layer.shapes) == list(layer.init(0))
+
+
 @given(problem=layer_cases(dtypes=["float64"], extra_dtype="float64"), data=st.data())
 def test_gradients_are_the_slope_of_the_loss(problem, data):
     """By central differences, whose own error is what they change by at twice the step."""
