@@ -254,6 +254,29 @@ def test_checkpoint_takes_functions_alone():
         cufa.checkpoint(3)
 
 
+@pytest.mark.parametrize(
+    ("returned", "given"),
+    [
+        (3, "a int"),
+        ("ab", "a str"),
+        ([1, abs], "a list"),
+        ((1, lambda: 2, 3), r"a tuple \(int, function, int\)"),
+        ((1,), r"a tuple \(int\)"),
+        ((1, 2), r"a tuple \(int, int\)"),
+    ],
+)
+def test_checkpoint_takes_pairs_alone(returned, given):
+    with pytest.raises(DTypeError, match=rf"fn returned {given}; .*pair \(out, vjp\)"):
+        cufa.checkpoint(lambda: returned)()
+
+
+def test_checkpoint_takes_pairs_alone_in_the_backward_pass_too():
+    results = [(1, abs), 3]
+    _, vjp = cufa.checkpoint(lambda: results.pop(0))()
+    with pytest.raises(DTypeError, match=r"fn returned a int; .*pair \(out, vjp\)"):
+        vjp(1)
+
+
 def test_checkpoint_calls_again_for_each_backward_pass_and_not_before():
     calls = []
 
