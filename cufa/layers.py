@@ -25,7 +25,7 @@ from cufa.layer_checks import (
     plain_format,
     plain_generator,
 )
-from cufa.linear import bias_backward, linear, linear_backward
+from cufa.linear import bias_gradient, input_gradient, linear, weight_gradient
 from cufa.options import plain_choice, plain_integer, plain_number
 from cufa.problem import Signature, check_float
 from cufa.rotary import Turns, rotate, turns
@@ -341,14 +341,16 @@ class MultiHeadAttention:
         if self.rotary:
             of_q, of_k = self._turns(x, context, offset)
             dq, dk = rotate(dq, of_q.back()), rotate(dk, of_k.back())
-        dparams: dict[str, Any] = {}
-        dx = self._backward(dparams, params, "q", x, _joined(dq))
-        dsource = self._backward(dparams, params, "k", source, _joined(dk))
-        with np.errstate(all="ignore"):  # what their dtype cannot hold is infinite
-            dsource += self._backward(dparams, params, "v", source, _joined(dv))
-            if context is None:
-                return dparams, dx + dsource, None
-        return dparams, dx, dsource
+        dq, dk, dv = _joined(dq), _joined(dk), _joined(dv)
+        wq, wk, wv = params["wq"], params["wk"], params["wv"]
+        dparams = {
+            **self._of_parameters("q", x, dq),
+            **self._of_parameters("k", source, dk),
+            **self._of_parameters("v", source, dv),
+        }
+        if context is None:
+            return dparams, input_gradient((dq, dk, dv), (wq, wk, wv)), None
+        return dparams, input_gradient((dq,), (wq,)), input_gradient((dk, dv), (wk, wv))
 
     def join(self, params: Params, out: Any) -> Any:
         """The heads' outputs side by side, times ``wo``: the layer from attention on.
@@ -384,23 +386,20 @@ class MultiHeadAttention:
         """
         self._check_out(params, out)
         check_belongs("dy", dy, (*out.shape[:-2], self.embed_dim), "out", out)
-        dparams: dict[str, Any] = {}
-        dout = self._backward(dparams, params, "o", _joined(out), dy)
-        return dparams, dout.reshape(out.shape)
+        dparams = self._of_parameters("o", _joined(out), dy)
+        return dparams, input_gradient((dy,), (params["wo"],)).reshape(out.shape)
 
     def _heads(self, params: Params, name: str, source: Any, heads: int) -> Any:
         """A projection, split into heads: (..., seqlen, heads, head_dim), a view of the product."""
         product = linear(source, params[f"w{name}"], params.get(f"b{name}"))
         return product.reshape(*source.shape[:-1], heads, self.head_dim)
 
-    def _backward(
-        self, dparams: dict[str, Any], params: Params, name: str, source: Any, dy: Any
-    ) -> Any:
-        """The gradient by what was projected; those by the parameters go into `dparams`."""
-        dsource, dparams[f"w{name}"] = linear_backward(dy, source, params[f"w{name}"])
+    def _of_parameters(self, name: str, source: Any, dy: Any) -> dict[str, Any]:
+        """Gradients by the parameters of a projection of `source`."""
+        found = {f"w{name}": weight_gradient(dy, source)}
         if self.projection_bias:
-            dparams[f"b{name}"] = bias_backward(dy)
-        return dsource
+            found[f"b{name}"] = bias_gradient(dy)
+        return found
 
     def _turns(self, x: Any, context: Any, offset: int) -> tuple[Turns, Turns]:
         """Of queries and of keys."""
