@@ -52,11 +52,7 @@ def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
     ArgumentError, DTypeError, OutOfMemoryError, ShapeError, UnsupportedError
         Before anything is written.
     """
-    if call.algorithm not in ALGORITHMS:
-        raise UnsupportedError(
-            f"algorithm is {call.algorithm!r}, which has GPU kernels only; for NumPy inputs pass "
-            "'auto' or 'fa2'"
-        )
+    check_algorithm(call.algorithm)
     problem = make_problem(call)
     out = arrays.out
     if out is not None:
@@ -72,6 +68,15 @@ def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
         views = views_of(problem, arrays, out, lse, call.layout, seed)
         _run_tasks(problem, views, tiling_of(problem))
     return (out, lse) if problem.return_lse else out
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Raise if it is for GPUs alone."""
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedError(
+            f"algorithm is {algorithm!r}, which has GPU kernels only; for NumPy inputs pass 'auto' "
+            "or 'fa2'"
+        )
 
 
 class _Space(Workspace):

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
 from typing import Any
 
-from cufa.arrays import describe
+import numpy as np
+
+from cufa import cpu, interop
+from cufa.arrays import CPU, Arrays, ForeignArray, describe, sign
+from cufa.attention import attention
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from cufa.options import dtype_name
-from cufa.problem import place_of
+from cufa.options import (
+    FLOAT_DTYPES,
+    dtype_name,
+    numpy_dtype,
+    plain_choice,
+    plain_dtype,
+    plain_integer,
+)
+from cufa.problem import ArrayFacts, Shape, Signature, check_float, make_problem, place_of
 
 Params = Mapping[str, Any]
 #: Options of attention that a layer does not take, and why.
@@ -19,6 +32,11 @@ _OWN = {
     "out": "the result is that of the last projection",
     "wrt": "it gives all gradients",
 }
+#: Those that it passes on, with their defaults, and which of them are arrays.
+_PASSED_ON = {n: a for n, a in (attention.__kwdefaults__ or {}).items() if n not in _OWN}
+_ARRAYS = ("mask", "bias", "alibi_slopes", "sink")
+#: float64 counts up to here.
+_POSITIONS = 2**53
 
 
 def check_heads(embed_dim: int, heads: int, kv_heads: int, head_dim: int | None) -> None:
@@ -56,19 +74,151 @@ def check_rotary(head_dim: int, base: float) -> None:
         raise ArgumentError(f"rotary_base is {base}; it must be positive and finite")
 
 
+def plain_generator(rng: Any) -> np.random.Generator:
+    """What `init` draws from.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+        It is neither a generator nor a seed for one.
+    """
+    try:
+        return np.random.default_rng(rng)
+    except (TypeError, ValueError) as error:
+        kind = DTypeError if isinstance(error, TypeError) else ArgumentError
+        raise kind(
+            f"rng is {rng!r}; it must be a numpy.random.Generator, or a seed for one ({error})"
+        ) from None
+
+
+def plain_format(dtype: Any) -> np.dtype[Any]:
+    """What `init` makes parameters of.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+    """
+    if dtype is None:  # which NumPy takes for float64
+        plain_choice("dtype", dtype, FLOAT_DTYPES)
+    return numpy_dtype(plain_dtype("dtype", dtype))
+
+
+def check_library(xp: Any) -> None:
+    """Raise unless it is NumPy or CuPy.
+
+    Raises
+    ------
+    DTypeError
+    """
+    if not (isinstance(xp, ModuleType) and xp.__name__ in ("numpy", "cupy")):
+        raise DTypeError(f"xp is {xp!r}; it must be a module, numpy or cupy")
+
+
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise if there is one that a layer sets itself.
+    """Raise if there is one that a layer does not pass on.
 
     Raises
     ------
     ArgumentError
+        A layer sets it itself.
+    TypeError
+        Attention has no such option, as Python says of a misspelled keyword.
     """
-    for name, reason in _OWN.items():
-        if name in options:
+    for name, value in options.items():
+        if name in _OWN:
             raise ArgumentError(
-                f"{name} is {options[name]!r}; it is an option of cufa.attention that a layer does "
-                f"not take: {reason}"
+                f"{name} is {value!r}; it is an option of cufa.attention that a layer does not "
+                f"take: {_OWN[name]}"
             )
+        if name not in _PASSED_ON:
+            raise TypeError(f"a layer has no option {name}; it takes {', '.join(_PASSED_ON)}")
+
+
+def check_attention(
+    x: Any, of_q: Shape, of_kv: Shape, return_lse: bool, **options: Any
+) -> Signature:
+    """Raise what attention would on projections of `x` that are yet to be computed.
+
+    Parameters
+    ----------
+    x : array
+        Their dtype and device.
+    of_q, of_kv : tuple of int
+        Their shapes, in layout "bshd".
+    return_lse : bool
+    **options
+        Those that a layer passes on.
+
+    Returns
+    -------
+    Signature
+        That of the call that is to come.
+
+    Raises
+    ------
+    ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+    """
+    plain = {**_PASSED_ON, **options}
+    arrays = {name: plain.pop(name) for name in _ARRAYS}
+    call: Signature | None
+    try:
+        call = sign(Arrays(x, x, x, **arrays), **plain, layout="bshd", return_lse=return_lse)
+    except ForeignArray:
+        call = None
+    if call is None:
+        again = partial(check_attention, x, of_q, of_kv, return_lse, **plain)
+        found: Signature = interop.lend(again, arrays, writes=None)
+        return found
+    q, kv = _made(of_q, call.q), _made(of_kv, call.q)
+    call = call._replace(q=q, k=kv, v=kv)  # x was there for the options' sake
+    if q.device == CPU:
+        cpu.check_algorithm(call.algorithm)
+    make_problem(call)
+    return call
+
+
+def _made(shape: Shape, like: ArrayFacts) -> ArrayFacts:
+    """A contiguous array that is yet to be made."""
+    strides = [like.dtype.itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape))]
+    return like._replace(shape=shape, strides=tuple(strides))
+
+
+def check_inputs(
+    shapes: Mapping[str, Shape], params: Params, x: Any, context: Any, offset: Any
+) -> Any:
+    """What keys and values are made of, `x` or `context`, once everything fits together.
+
+    `shapes` is what the layer's parameters have.
+
+    Raises
+    ------
+    ArgumentError, DeviceError, DTypeError, ShapeError
+    """
+    (embed_dim, _), (context_dim, _) = shapes["wq"], shapes["wk"]
+    facts = describe("x", x)
+    check_float("x", facts)
+    if len(facts.shape) not in (2, 3) or facts.shape[-1] != embed_dim:
+        raise ShapeError(
+            f"x has shape {facts.shape}; it must be (batch, seqlen, {embed_dim}), or without batch"
+        )
+    seqlen = facts.shape[-2]
+    if plain_integer("offset", offset, 0) + seqlen > _POSITIONS:
+        raise ArgumentError(
+            f"offset is {offset} and x has {seqlen} rows; their positions must be below 2**53, up "
+            "to where float64 counts"
+        )
+    check_params(params, shapes, "x", x)
+    if context is None:
+        if context_dim != embed_dim:
+            raise ShapeError(
+                f"context is None; keys and values of this layer are made of a context that is "
+                f"{context_dim} wide, and x is {embed_dim}"
+            )
+        return x
+    describe("context", context)  # raises if it is no array
+    seqlen_k = context.shape[-2] if context.ndim > 1 else 0
+    check_belongs("context", context, (*x.shape[:-2], seqlen_k, context_dim), "x", x)
+    return context
 
 
 def check_params(params: Params, shapes: Mapping[str, tuple[int, ...]], of: str, like: Any) -> None:
@@ -100,6 +250,7 @@ def check_belongs(name: str, a: Any, shape: tuple[int, ...], of: str, like: Any)
     if facts.shape != shape:
         raise ShapeError(f"{name} has shape {facts.shape}; it must be {shape}")
     if facts.dtype != wanted.dtype:
+        check_float(name, facts)  # which knows of another byte order
         raise DTypeError(
             f"{name} is {dtype_name(facts.dtype)} and {of} is {dtype_name(wanted.dtype)}; all "
             "arrays of a layer must have one dtype"

@@ -11,18 +11,23 @@ from cufa.arrays import describe
 from cufa.attention import attention
 from cufa.backward import attention_backward, attention_vjp
 from cufa.errors import ShapeError
-from cufa.gradients import Gradients
+from cufa.gradients import Gradients, check_algorithm
 from cufa.layer_checks import (
     Params,
+    check_attention,
     check_belongs,
     check_heads,
+    check_inputs,
+    check_library,
     check_options,
     check_params,
     check_rotary,
+    plain_format,
+    plain_generator,
 )
-from cufa.linear import bias_backward, linear, linear_backward
-from cufa.options import numpy_dtype, plain_choice, plain_dtype, plain_integer, plain_number
-from cufa.problem import check_float
+from cufa.linear import bias_gradient, input_gradient, linear, weight_gradient
+from cufa.options import plain_choice, plain_integer, plain_number
+from cufa.problem import Signature, check_float
 from cufa.rotary import Turns, rotate, turns
 
 _BOOL = (False, True)
@@ -31,7 +36,7 @@ _BOOL = (False, True)
 class LayerGradients(NamedTuple):
     """The derivative of a loss by each input of a layer; None for what was not given."""
 
-    #: A dict like the parameters.
+    #: A dict like the parameters, in their order.
     dparams: dict[str, Any]
     dx: Any
     dcontext: Any = None
@@ -71,7 +76,8 @@ class MultiHeadAttention:
     shapes : dict of tuples
         Shapes of the parameters: ``wq`` (embed_dim, heads * head_dim), ``wk`` and ``wv``
         (context_dim, kv_heads * head_dim), ``wo`` (heads * head_dim, embed_dim); with
-        `projection_bias` also ``bq``, ``bk``, ``bv`` and ``bo``, as long as their matrix is wide.
+        `projection_bias`, after each matrix, ``bq``, ``bk``, ``bv`` and ``bo``, as long as it is
+        wide.
 
     Raises
     ------
@@ -126,14 +132,17 @@ class MultiHeadAttention:
         if self.rotary:
             check_rotary(self.head_dim, self.rotary_base)
         wide, kv_wide = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.shapes: dict[str, tuple[int, ...]] = {
-            "wq": (self.embed_dim, wide),
-            "wk": (self.context_dim, kv_wide),
-            "wv": (self.context_dim, kv_wide),
-            "wo": (wide, self.embed_dim),
+        matrices = {
+            "q": (self.embed_dim, wide),
+            "k": (self.context_dim, kv_wide),
+            "v": (self.context_dim, kv_wide),
+            "o": (wide, self.embed_dim),
         }
-        if self.projection_bias:
-            self.shapes |= {f"b{name[1]}": shape[1:] for name, shape in self.shapes.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in matrices.items():
+            self.shapes[f"w{name}"] = shape
+            if self.projection_bias:
+                self.shapes[f"b{name}"] = shape[1:]
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{n}={value!r}" for n, value in vars(self).items() if n != "shapes")
@@ -154,9 +163,15 @@ class MultiHeadAttention:
         -------
         dict of arrays
             Matrices of normal numbers with variance 1 / (rows of the matrix), so that a product
-            is as large as its input; vectors of zeros.
+            is as large as its input; vectors of zeros. In the order of `shapes`.
+
+        Raises
+        ------
+        ArgumentError, DTypeError
+            No generator or seed, a dtype that layers do not take, another library.
         """
-        rng, dtype = np.random.default_rng(rng), numpy_dtype(plain_dtype("dtype", dtype))
+        check_library(xp)
+        rng, dtype = plain_generator(rng), plain_format(dtype)
         params = {}
         for name, shape in self.shapes.items():
             drawn = rng.normal(0, shape[0] ** -0.5, shape) if len(shape) > 1 else np.zeros(shape)
@@ -178,7 +193,7 @@ class MultiHeadAttention:
         offset : int, default 0
             Rotary position of the first row of `x`. Rows of a `context` count from 0, so that
             ``layer(params, x[:, n:], x, offset=n, causal=True)`` is ``layer(params, x,
-            causal=True)[:, n:]``.
+            causal=True)[:, n:]``. Positions are below 2**53.
         **options
             Those of `cufa.attention`: causal, window, mask, bias, dropout_p, ..., but not `layout`,
             `return_lse` and `out`.
@@ -189,11 +204,14 @@ class MultiHeadAttention:
 
         Raises
         ------
-        ArgumentError, DeviceError, DTypeError, ShapeError
-            What is given does not fit together; the message names it.
+        ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
+            What is given does not fit together; the message names it. Nothing has been computed
+            then, but where a GPU has no kernel for the attention, or "standard" no memory.
+        TypeError
+            Attention has no such option.
         """
-        check_options(options)
-        q, k, v = self.project(params, x, context, offset=offset)
+        self._check_call(params, x, context, offset, options)
+        q, k, v = self._project(params, x, context, offset)
         return self.join(params, attention(q, k, v, layout="bshd", **options))
 
     def vjp(
@@ -230,20 +248,22 @@ class MultiHeadAttention:
 
         Raises
         ------
-        ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
-            As the layer and `cufa.attention_backward` do.
+        ArgumentError, DeviceError, DTypeError, ShapeError, TypeError, UnsupportedError
+            As a call of the layer, and what can be known of the backward pass beforehand.
         """
-        check_options(options)
         plain_choice("recompute", recompute, _BOOL)
+        plain_choice("deterministic", deterministic, _BOOL)
+        call = self._check_call(params, x, context, offset, options, return_lse=True)
+        check_algorithm(call.algorithm)
         options |= {"layout": "bshd", "deterministic": deterministic}
         # No name for q, k and v: what holds on to them is `pull`, or nothing.
         (out, lse), pull = attention_vjp(
-            *self.project(params, x, context, offset=offset), return_lse=True, **options
+            *self._project(params, x, context, offset), return_lse=True, **options
         )
         if recompute:
 
             def pull(dout: Any) -> Gradients:
-                q, k, v = self.project(params, x, context, offset=offset)
+                q, k, v = self._project(params, x, context, offset)
                 return attention_backward(dout, q, k, v, out, lse, **options)
 
         def vjp(dy: Any) -> LayerGradients:
@@ -252,7 +272,9 @@ class MultiHeadAttention:
             of_heads, dx, dcontext = self.project_backward(
                 dq, dk, dv, params, x, context, offset=offset
             )
-            return LayerGradients({**of_heads, **of_join}, dx, dcontext, dbias, dsink)
+            found = {**of_heads, **of_join}
+            dparams = {name: found[name] for name in params}  # as loops over both expect
+            return LayerGradients(dparams, dx, dcontext, dbias, dsink)
 
         return self.join(params, out), vjp
 
@@ -274,7 +296,12 @@ class MultiHeadAttention:
         ------
         ArgumentError, DeviceError, DTypeError, ShapeError
         """
-        source = self._check(params, x, context, offset)
+        check_inputs(self.shapes, params, x, context, offset)
+        return self._project(params, x, context, offset)
+
+    def _project(self, params: Params, x: Any, context: Any, offset: int) -> tuple[Any, Any, Any]:
+        """`project`, of what has been checked."""
+        source = x if context is None else context
         q = self._heads(params, "q", x, self.heads)
         k = self._heads(params, "k", source, self.kv_heads)
         v = self._heads(params, "v", source, self.kv_heads)
@@ -307,21 +334,23 @@ class MultiHeadAttention:
         ------
         ArgumentError, DeviceError, DTypeError, ShapeError
         """
-        source = self._check(params, x, context, offset)
+        source = check_inputs(self.shapes, params, x, context, offset)
         check_belongs("dq", dq, (*x.shape[:-1], self.heads, self.head_dim), "x", x)
         for name, a in (("dk", dk), ("dv", dv)):
             check_belongs(name, a, (*source.shape[:-1], self.kv_heads, self.head_dim), "x", x)
         if self.rotary:
             of_q, of_k = self._turns(x, context, offset)
             dq, dk = rotate(dq, of_q.back()), rotate(dk, of_k.back())
-        dparams: dict[str, Any] = {}
-        dx = self._backward(dparams, params, "q", x, _joined(dq))
-        dsource = self._backward(dparams, params, "k", source, _joined(dk))
-        with np.errstate(all="ignore"):  # what their dtype cannot hold is infinite
-            dsource += self._backward(dparams, params, "v", source, _joined(dv))
-            if context is None:
-                return dparams, dx + dsource, None
-        return dparams, dx, dsource
+        dq, dk, dv = _joined(dq), _joined(dk), _joined(dv)
+        wq, wk, wv = params["wq"], params["wk"], params["wv"]
+        dparams = {
+            **self._of_parameters("q", x, dq),
+            **self._of_parameters("k", source, dk),
+            **self._of_parameters("v", source, dv),
+        }
+        if context is None:
+            return dparams, input_gradient((dq, dk, dv), (wq, wk, wv)), None
+        return dparams, input_gradient((dq,), (wq,)), input_gradient((dk, dv), (wk, wv))
 
     def join(self, params: Params, out: Any) -> Any:
         """The heads' outputs side by side, times ``wo``: the layer from attention on.
@@ -357,23 +386,20 @@ class MultiHeadAttention:
         """
         self._check_out(params, out)
         check_belongs("dy", dy, (*out.shape[:-2], self.embed_dim), "out", out)
-        dparams: dict[str, Any] = {}
-        dout = self._backward(dparams, params, "o", _joined(out), dy)
-        return dparams, dout.reshape(out.shape)
+        dparams = self._of_parameters("o", _joined(out), dy)
+        return dparams, input_gradient((dy,), (params["wo"],)).reshape(out.shape)
 
     def _heads(self, params: Params, name: str, source: Any, heads: int) -> Any:
         """A projection, split into heads: (..., seqlen, heads, head_dim), a view of the product."""
         product = linear(source, params[f"w{name}"], params.get(f"b{name}"))
         return product.reshape(*source.shape[:-1], heads, self.head_dim)
 
-    def _backward(
-        self, dparams: dict[str, Any], params: Params, name: str, source: Any, dy: Any
-    ) -> Any:
-        """The gradient by what was projected; those by the parameters go into `dparams`."""
-        dsource, dparams[f"w{name}"] = linear_backward(dy, source, params[f"w{name}"])
+    def _of_parameters(self, name: str, source: Any, dy: Any) -> dict[str, Any]:
+        """Gradients by the parameters of a projection of `source`."""
+        found = {f"w{name}": weight_gradient(dy, source)}
         if self.projection_bias:
-            dparams[f"b{name}"] = bias_backward(dy)
-        return dsource
+            found[f"b{name}"] = bias_gradient(dy)
+        return found
 
     def _turns(self, x: Any, context: Any, offset: int) -> tuple[Turns, Turns]:
         """Of queries and of keys."""
@@ -382,28 +408,21 @@ class MultiHeadAttention:
             return of_q, of_q
         return of_q, turns(x, context.shape[-2], self.head_dim, self.rotary_base, 0)
 
-    def _check(self, params: Params, x: Any, context: Any, offset: Any) -> Any:
-        """What keys and values are made of, once everything fits together."""
-        plain_integer("offset", offset, 0)
-        facts = describe("x", x)
-        check_float("x", facts)
-        if len(x.shape) not in (2, 3) or x.shape[-1] != self.embed_dim:
-            raise ShapeError(
-                f"x has shape {x.shape}; it must be (batch, seqlen, {self.embed_dim}), or without "
-                "batch"
-            )
-        check_params(params, self.shapes, "x", x)
-        if context is None:
-            if self.context_dim != self.embed_dim:
-                raise ShapeError(
-                    f"context is None; keys and values of this layer are made of a context that "
-                    f"is {self.context_dim} wide, and x is {self.embed_dim}"
-                )
-            return x
-        describe("context", context)  # raises if it is no array
-        seqlen_k = context.shape[-2] if context.ndim > 1 else 0
-        check_belongs("context", context, (*x.shape[:-2], seqlen_k, self.context_dim), "x", x)
-        return context
+    def _check_call(
+        self,
+        params: Params,
+        x: Any,
+        context: Any,
+        offset: Any,
+        options: dict[str, Any],
+        return_lse: bool = False,
+    ) -> Signature:
+        """Raise what any step of a call would, before the first."""
+        check_options(options)
+        source = check_inputs(self.shapes, params, x, context, offset)
+        of_q = (*x.shape[:-1], self.heads, self.head_dim)
+        of_kv = (*source.shape[:-1], self.kv_heads, self.head_dim)
+        return check_attention(x, of_q, of_kv, return_lse, **options)
 
     def _check_out(self, params: Params, out: Any) -> None:
         check_float("out", describe("out", out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,33 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return y.astype(x.dtype, copy=False).reshape(*x.shape[:-1], weight.shape[1])
 
 
-def linear_backward(dy: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    """Gradients of a loss by `x` and `weight` of `linear`, from those by its result."""
+def input_gradient(dys: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The gradient of a loss by what several `linear` have for `x`, from those by their results.
+
+    Parameters
+    ----------
+    dys : sequence of arrays, shape (..., outer)
+    weights : sequence of arrays, shape (inner, outer)
+        As many. `outer` may be another for each.
+
+    Returns
+    -------
+    dx : array, shape (..., inner)
+        One product of copies that lie side by side: whatever it is a sum of, it is rounded once.
+    """
+    dy, weight = _side_by_side([_rows(dy) for dy in dys]), _side_by_side(weights)
     with np.errstate(all="ignore"):
-        dx = _product(_rows(dy), weight.T).astype(x.dtype, copy=False)
-        dweight = _product(_rows(x).T, _rows(dy)).astype(x.dtype, copy=False)
-    return dx.reshape(x.shape), dweight
+        dx = _product(dy, weight.T).astype(dy.dtype, copy=False)
+    return dx.reshape(*dys[0].shape[:-1], len(weight))
 
 
-def bias_backward(dy: Any) -> Any:
+def weight_gradient(dy: Any, x: Any) -> Any:
+    """The gradient by `weight` of `linear`, from that by its result."""
+    with np.errstate(all="ignore"):
+        return _product(_rows(x).T, _rows(dy)).astype(x.dtype, copy=False)
+
+
+def bias_gradient(dy: Any) -> Any:
     """The gradient by `bias` of `linear`: summed in float32, or float64."""
     with np.errstate(all="ignore"):
         wide = _rows(dy).astype(_accumulator(dy), copy=False)
@@ -48,6 +67,19 @@ def bias_backward(dy: Any) -> Any:
 def _rows(a: Any) -> Any:
     """All axes but the last in one; no copy if they lie one after the other."""
     return a.reshape(-1, a.shape[-1]) if a.size else a.reshape(0, a.shape[-1])
+
+
+def _side_by_side(matrices: Sequence[Any]) -> Any:
+    """In one matrix, unless there is but one; with as many rows."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    columns = sum(a.shape[1] for a in matrices)
+    out, start = namespace(first).empty((len(first), columns), first.dtype), 0
+    for a in matrices:
+        out[:, start : start + a.shape[1]] = a
+        start += a.shape[1]
+    return out
 
 
 def _product(a: Any, b: Any) -> Any:

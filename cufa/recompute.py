@@ -36,7 +36,7 @@ def checkpoint(
     Raises
     ------
     DTypeError
-        `fn` cannot be called.
+        `fn` cannot be called, or, once it has been, did not return a pair ``(out, vjp)``.
 
     Notes
     -----
@@ -63,11 +63,26 @@ def checkpoint(
     def checkpointed(
         *args: Given.args, **kwargs: Given.kwargs
     ) -> tuple[Out, Callable[Back, Gradients]]:
-        out = fn(*args, **kwargs)[0]
+        out = _pair(fn(*args, **kwargs))[0]
 
         def vjp(*douts: Back.args, **more: Back.kwargs) -> Gradients:
-            return fn(*args, **kwargs)[1](*douts, **more)
+            return _pair(fn(*args, **kwargs))[1](*douts, **more)
 
         return out, vjp
 
     return checkpointed
+
+
+def _pair(
+    returned: tuple[Out, Callable[Back, Gradients]],
+) -> tuple[Out, Callable[Back, Gradients]]:
+    """What `fn` returned, if it is of the form that it must be."""
+    given = f"a {type(returned).__name__}"
+    if isinstance(returned, tuple):
+        if len(returned) == 2 and callable(returned[1]):
+            return returned
+        given += f" ({', '.join(type(a).__name__ for a in returned)})"
+    raise DTypeError(
+        f"fn returned {given}; it must return a pair (out, vjp), its result and the function that "
+        "takes gradients back"
+    )

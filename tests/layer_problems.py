@@ -145,15 +145,14 @@ class Rounding:
     def rounded(self, a: Value) -> Value:
         return Value(a.exact, a.off + self.unit * (abs(a.exact) + a.off) + self.least)
 
-    def product(self, a: Value, b: Any, bias: Any = 0.0) -> Value:
-        """``a @ b + bias``, rounded after each step, as by CuPy."""
+    def product(self, a: Value, b: Any, bias: Any = None) -> Value:
+        """``a @ b``, rounded; with a bias that is added then, and rounded again, as by CuPy."""
         sums = (math.sqrt(len(b)) + 8) * self.eps
         product = Value(a.exact @ b, a.off @ abs(b) + sums * (abs(a.exact) @ abs(b)))
         total = self.rounded(product)
+        if bias is None:
+            return total
         return self.rounded(Value(total.exact + bias, total.off + self.eps * abs(bias)))
-
-    def total(self, a: Value, b: Value) -> Value:
-        return self.rounded(Value(a.exact + b.exact, a.off + b.off))
 
     def turned(self, a: Value, base: float, start: int, sign: int = 1) -> Value:
         """By complex numbers: pair i of position n times ``exp(1j * n * base**(-2 * i / d))``."""
@@ -177,8 +176,7 @@ def formula(problem: LayerCase, offset: int | None = None) -> Value:
     parts = _projected(problem, params, x, context, own if offset is None else offset)
     out = _attended(x.dtype, parts, options)
     joined = out.each(lambda a: a.reshape(*x.shape[:-1], len(params["wo"])))
-    wo, bo = (np.asarray(params.get(name, 0), np.float64) for name in ("wo", "bo"))
-    return Rounding(x.dtype).product(joined, wo, bo)
+    return Rounding(x.dtype).product(joined, *_weight_and_bias(params, "o"))
 
 
 def _projected(
@@ -186,12 +184,17 @@ def _projected(
 ) -> dict[str, Value]:
     rounding, parts = Rounding(x.dtype), {}
     for name, given, start in _sources(problem, x, context, offset):
-        weight, bias = (np.asarray(params.get(p + name, 0), np.float64) for p in "wb")
-        product = rounding.product(exactly(given), weight, bias)
+        product = rounding.product(exactly(given), *_weight_and_bias(params, name))
         heads = product.each(lambda a: a.reshape(_split_shape(a, problem.case.head_dim)))
         turns = problem.rotary and name != "v"
         parts[name] = rounding.turned(heads, problem.rotary_base, start) if turns else heads
     return parts
+
+
+def _weight_and_bias(params: dict[str, Any], name: str) -> tuple[Any, Any]:
+    """In float64, or None."""
+    weight, bias = params[f"w{name}"], params.get(f"b{name}")
+    return weight.astype(np.float64), None if bias is None else bias.astype(np.float64)
 
 
 def _split_shape(a: Any, head_dim: int) -> tuple[int, ...]:
@@ -213,16 +216,17 @@ def exactly(a: Any) -> Value:
 def projection_gradients(problem: LayerCase, back: dict[str, Any]) -> dict[str, Value]:
     """By parameters, "x" and "context", from those by queries, keys and values, `back`."""
     params, x, context = problem.arrays(np)
-    rounding, found, inputs = Rounding(x.dtype), {}, {}
+    rounding, found, back_of = Rounding(x.dtype), {}, {}
     for name, given, start in _sources(problem, x, context, problem.offset):
         dy = exactly(back[name])
         if problem.rotary and name != "v":
             dy = rounding.turned(dy, problem.rotary_base, start, sign=-1)
-        inputs[name] = _linear_gradients(rounding, found, params, name, given, dy)
-    of_keys = rounding.total(inputs["k"], inputs["v"])
-    if context is None:
-        return {**found, "x": rounding.total(inputs["q"], of_keys)}
-    return {**found, "x": inputs["q"], "context": of_keys}
+        back_of[name] = _parameter_gradients(rounding, found, params, name, given, dy)
+    shared = {"x": "qkv"} if context is None else {"x": "q", "context": "kv"}
+    for given, names in shared.items():
+        shape = (x if given == "x" else context).shape
+        found[given] = _input_gradient(rounding, params, shape, {n: back_of[n] for n in names})
+    return found
 
 
 def join_gradients(problem: LayerCase, out: Any, dy: Any) -> dict[str, Value]:
@@ -230,21 +234,32 @@ def join_gradients(problem: LayerCase, out: Any, dy: Any) -> dict[str, Value]:
     params, x, _ = problem.arrays(np)
     found: dict[str, Value] = {}
     joined = out.reshape(*x.shape[:-1], len(params["wo"]))
-    dout = _linear_gradients(Rounding(x.dtype), found, params, "o", joined, exactly(dy))
-    return {**found, "out": dout.each(lambda a: a.reshape(out.shape))}
+    rounding = Rounding(x.dtype)
+    rows = _parameter_gradients(rounding, found, params, "o", joined, exactly(dy))
+    return {**found, "out": _input_gradient(rounding, params, out.shape, {"o": rows})}
 
 
-def _linear_gradients(
+def _input_gradient(
+    rounding: Rounding, params: Any, shape: tuple[int, ...], back: dict[str, Value]
+) -> Value:
+    """By what several projections are of, from those by their rows: one sum, rounded once."""
+    rows = Value(*(np.concatenate(parts, axis=1) for parts in zip(*back.values(), strict=True)))
+    weight = np.concatenate([params[f"w{name}"] for name in back], axis=1, dtype=np.float64)
+    return rounding.product(rows, weight.T).each(lambda a: a.reshape(shape))
+
+
+def _parameter_gradients(
     rounding: Rounding, found: dict[str, Value], params: Any, name: str, given: Any, dy: Value
 ) -> Value:
-    weight = params[f"w{name}"].astype(np.float64)
-    rows = dy.each(lambda a: a.reshape(math.prod(given.shape[:-1]), weight.shape[1]))
+    """Those by a projection's parameters go into `found`; `dy` as rows."""
+    width = params[f"w{name}"].shape[1]
+    rows = dy.each(lambda a: a.reshape(math.prod(given.shape[:-1]), width))
     columns, flat = rows.each(np.transpose), given.reshape(len(rows.exact), given.shape[-1])
     by_weight = rounding.product(columns, flat.astype(np.float64))
     found[f"w{name}"] = by_weight.each(np.transpose)
     if f"b{name}" in params:
         found[f"b{name}"] = rounding.product(columns, np.ones((len(flat), 1))).each(np.ravel)
-    return rounding.product(rows, weight.T).each(lambda a: a.reshape(given.shape))
+    return rows
 
 
 def _attended(dtype: Any, parts: dict[str, Value], options: dict[str, Any]) -> Value:

@@ -113,6 +113,20 @@ def test_gradients_have_shape_dtype_and_library_of_their_inputs(xp, suit, proble
         assert (type(a), a.shape, a.dtype) == (xp.ndarray, inputs[name].shape, inputs[name].dtype)
 
 
+@given(problem=layer_cases(**SOME), data=st.data())
+def test_gradients_come_in_the_order_of_their_parameters(problem, data):
+    (params, x, context), layer = problem.arrays(np), problem.layer
+    order = data.draw(st.permutations(list(params)))
+    shuffled = {name: params[name] for name in order}
+    _, vjp = layer.vjp(shuffled, x, context, **problem.options(np))
+    assert list(vjp(problem.back(np)).dparams) == order
+
+    q, k, v = layer.project(params, x, context)
+    of_heads, *_ = layer.project_backward(q, k, v, params, x, context)
+    of_join, _ = layer.join_backward(x, params, q)
+    assert [*of_heads, *of_join] == list(layer.shapes) == list(layer.init(0))
+
+
 @given(problem=layer_cases(dtypes=["float64"], extra_dtype="float64"), data=st.data())
 def test_gradients_are_the_slope_of_the_loss(problem, data):
     """By central differences, whose own error is what they change by at twice the step."""
@@ -164,6 +178,21 @@ def test_gradients_of_the_projections_are_those_of_the_formula(xp, suit, problem
         assert_within({**dparams, "out": dout}[name], *value)
 
 
+@pytest.mark.parametrize("crossed", [False, True])
+def test_a_gradient_that_fits_is_finite_whatever_it_is_a_sum_of(xp, crossed):
+    """Keys and values each give more than float16 holds, and together less."""
+    layer = cufa.MultiHeadAttention(2, 1)
+    params = {name: 2 * xp.eye(2, dtype="float16") for name in layer.shapes}
+    x, one = xp.zeros((3, 2), "float16"), xp.ones((3, 1, 2), "float16")
+    by_q, by_k, by_v = -30000, -48000, 60000
+    _, dx, dcontext = layer.project_backward(
+        by_q * one, by_k * one, by_v * one, params, x, x if crossed else None
+    )
+    by_context = 2 * (by_k + by_v)
+    assert (to_numpy(dx) == 2 * by_q + (0 if crossed else by_context)).all()
+    assert dcontext is None or (to_numpy(dcontext) == by_context).all()
+
+
 @given(problem=layer_cases(context=False))
 def test_a_layer_over_itself_is_self_attention(xp, suit, problem):
     problem = suit(problem)
@@ -172,7 +201,8 @@ def test_a_layer_over_itself_is_self_attention(xp, suit, problem):
     same, of_both = problem.layer.vjp(params, x, x, **options)
     np.testing.assert_array_equal(to_numpy(same), to_numpy(y))
     whole, parts = vjp(problem.back(xp)), of_both(problem.back(xp))
-    np.testing.assert_array_equal(to_numpy(parts.dx + parts.dcontext), to_numpy(whole.dx))
+    for name, a in whole.dparams.items():
+        np.testing.assert_array_equal(to_numpy(parts.dparams[name]), to_numpy(a))
 
 
 @given(problem=layer_cases(rotary=False, **SOME))
@@ -185,14 +215,14 @@ def test_heads_are_views_and_nothing_is_copied(problem):
         made.append(layers_linear(a, *rest))
         return made[-1]
 
-    def linear_backward(dy, *rest):
+    def weight_gradient(dy, *rest):
         taken.append(dy)
-        return layers_linear_backward(dy, *rest)
+        return layers_weight_gradient(dy, *rest)
 
-    layers_linear, layers_linear_backward = layers.linear, layers.linear_backward
+    layers_linear, layers_weight_gradient = layers.linear, layers.weight_gradient
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "linear", linear)
-        patch.setattr(layers, "linear_backward", linear_backward)
+        patch.setattr(layers, "weight_gradient", weight_gradient)
         heads = layer.project(params, x, context)
         options = problem.options(np)
         del options["offset"]
