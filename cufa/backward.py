@@ -17,7 +17,7 @@ from cufa.gradients import (
     plain_wrt,
     sign_backward,
 )
-from cufa.options import ALGORITHMS, plain_choice
+from cufa.options import ALGORITHMS, plain_choice, plain_options
 from cufa.problem import Causal
 
 
@@ -167,7 +167,7 @@ def attention_vjp(
     vjp : callable
         ``vjp(dout, dlse=None)`` is `attention_backward` of this call; it can be called many times.
         It holds on to the arrays given, to `out` and to `lse`, which must stay as they are until
-        its last call.
+        its last call; of `window`, numbers and the seed it keeps what they were.
 
     Raises
     ------
@@ -190,6 +190,7 @@ def attention_vjp(
     algorithm = plain_choice("algorithm", options.get("algorithm", "auto"), ALGORITHMS)
     check_algorithm(algorithm)
     asked = plain_choice("return_lse", options.pop("return_lse", False), (False, True))
+    options = plain_options(options)
     out, lse = attention(q, k, v, return_lse=True, **options)
     options.pop("out", None)
 

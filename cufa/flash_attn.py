@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 from cufa.attention import attention
+from cufa.errors import ArgumentError, CufaError
 from cufa.options import plain_number
+
+#: What `attention` has under another name, `mask` as what does its work here.
+_NAMES = {
+    "bias": "attn_bias",
+    "mask": "attn_bias",
+    "scale": "softmax_scale",
+    "window": "window_size",
+}
+#: Where its errors name an argument: as what they are about, and in the way out.
+_NAMED = re.compile(
+    rf"(^|\band (?=\w+(?: is on |= ))|\bpass (?=\w+\.detach))({'|'.join(_NAMES)})\b"
+)
 
 
 def flash_attn_func(
@@ -59,17 +74,25 @@ def flash_attn_func(
         As `cufa.attention`.
     """
     softcap = plain_number("softcap", softcap)
-    return attention(
-        q,
-        k,
-        v,
-        bias=attn_bias,
-        scale=softmax_scale,
-        causal=causal,
-        window=window_size,
-        softcap=softcap or None,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        return_lse=return_lse,
-    )
+    if not 0 <= softcap < math.inf:
+        raise ArgumentError(
+            f"softcap is {softcap}; it must be positive and finite, or 0 for no cap"
+        )
+    try:
+        return attention(
+            q,
+            k,
+            v,
+            bias=attn_bias,
+            scale=softmax_scale,
+            causal=causal,
+            window=window_size,
+            softcap=softcap or None,
+            alibi_slopes=alibi_slopes,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            return_lse=return_lse,
+        )
+    except CufaError as error:
+        error.args = (_NAMED.sub(lambda found: found[1] + _NAMES[found[2]], str(error)),)
+        raise

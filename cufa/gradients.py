@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cufa.arrays import CPU, Arrays, address_of, describe
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from cufa.options import dtype_name
+from cufa.options import dtype_name, shown
 from cufa.problem import (
     ArrayFacts,
     Operand,
@@ -107,15 +107,19 @@ def plain_wrt(wrt: Any, arrays: Arrays) -> tuple[str, ...]:
     if wrt is None:
         return given
     names = (wrt,) if isinstance(wrt, str) else wrt
-    if not (isinstance(names, (tuple, list)) and names and all(n in NAMES for n in names)):
+    if not (isinstance(names, (tuple, list)) and names and all(map(_is_name, names))):
         raise ArgumentError(
-            f"wrt is {wrt!r}; it must be a sequence of {', '.join(map(repr, NAMES))} (mask and "
-            "alibi_slopes are constants), or None for all that are given"
+            f"wrt is {shown(wrt)}; it must be a sequence of {', '.join(map(repr, NAMES))} (mask "
+            "and alibi_slopes are constants), or None for all that are given"
         )
     for name in names:
         if name not in given:
             raise ArgumentError(f"wrt asks for the gradient of {name}, and no {name} is given")
     return tuple(name for name in NAMES if name in names)
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and name in NAMES
 
 
 def sign_backward(

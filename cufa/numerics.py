@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cufa import interop
 from cufa.arrays import CPU, Arrays, describe, is_foreign, namespace, sign
 from cufa.errors import DeviceError, DTypeError, ShapeError
-from cufa.options import dtype_name, plain_integer
+from cufa.options import dtype_name, plain_integer, shown
 from cufa.problem import Causal, Problem, Window, make_problem
 from cufa.rows import Row, exact_rows
 
@@ -264,8 +264,8 @@ class Monitor:
         self.rows = plain_integer("rows", rows, 1)
         if not (callback is None or callable(callback)):
             raise DTypeError(
-                f"callback is {callback!r}, a {type(callback).__name__}; it must be a function of "
-                "the call's number and its Report, or None"
+                f"callback is {shown(callback)}, a {type(callback).__name__}; it must be a "
+                "function of the call's number and its Report, or None"
             )
         self._callback = _print if callback is None else callback
         #: Calls so far.

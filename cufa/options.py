@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -49,13 +50,25 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def shown(value: Any) -> str:
+    """A value as messages show it; an array by its facts, as it may be large, or on a GPU."""
+    if isinstance(value, (list, tuple)):
+        parts = ", ".join(map(shown, value))
+        end = "," if len(value) == 1 else ""
+        return f"[{parts}]" if isinstance(value, list) else f"({parts}{end})"
+    shape = getattr(value, "shape", None)
+    if isinstance(value, np.generic) or not (isinstance(shape, tuple) and hasattr(value, "dtype")):
+        return repr(value)
+    return f"an array of shape {tuple(shape)} and dtype {value.dtype}"
+
+
 def plain_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """An option that is one of a few words or truth values."""
     if isinstance(value, np.bool_):
         value = bool(value)
     if not (isinstance(value, (bool, str)) and value in allowed):
         raise ArgumentError(
-            f"{name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+            f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, allowed))}"
         )
     return value
 
@@ -63,7 +76,7 @@ def plain_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
 def plain_window(window: Any) -> tuple[int | None, int | None]:
     """A window as two plain integers, None for an open side."""
     if not (isinstance(window, Sequence) and not isinstance(window, str) and len(window) == 2):
-        raise ArgumentError(f"window is {window!r}; it must be a pair (left, right) or None")
+        raise ArgumentError(f"window is {shown(window)}; it must be a pair (left, right) or None")
     return _bound("left", window[0]), _bound("right", window[1])
 
 
@@ -74,7 +87,7 @@ def _bound(side: str, bound: Any) -> int | None:
         bound = operator.index(bound)
     except TypeError:
         raise DTypeError(
-            f"window has {side} bound {bound!r}; it must be an integer or None"
+            f"window has {side} bound {shown(bound)}; it must be an integer or None"
         ) from None
     if bound < -1:
         raise ArgumentError(
@@ -89,7 +102,7 @@ def plain_number(name: str, value: Any) -> float:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if not isinstance(value, Real):
-        given = f"{name} is {value!r}, a {type(value).__name__}"
+        given = f"{name} is {shown(value)}, a {type(value).__name__}"
         raise DTypeError(f"{given}; it must be a real number in host memory")
     try:
         return float(value)
@@ -103,7 +116,7 @@ def plain_integer(name: str, value: Any, least: int) -> int:
         value = operator.index(value)
     except TypeError:
         raise DTypeError(
-            f"{name} is {value!r}, a {type(value).__name__}; it must be an integer"
+            f"{name} is {shown(value)}, a {type(value).__name__}; it must be an integer"
         ) from None
     if value < least:
         raise ArgumentError(f"{name} is {value}; it must be at least {least}")
@@ -123,7 +136,7 @@ def plain_seed(name: str, value: Any) -> int:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
     if not isinstance(value, Integral):
-        given = f"{name} is {value!r}, a {type(value).__name__}"
+        given = f"{name} is {shown(value)}, a {type(value).__name__}"
         raise DTypeError(f"{given}; it must be an integer in host memory")
     seed = int(value)
     if not 0 <= seed < 1 << 64:
@@ -136,6 +149,29 @@ def plain_dtype(name: str, value: Any) -> str:
     if not isinstance(value, str):
         with contextlib.suppress(TypeError):
             value = dtype_name(np.dtype(value))
-    if value not in FLOAT_DTYPES:
-        raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(FLOAT_DTYPES)}")
+    if not (isinstance(value, str) and value in FLOAT_DTYPES):
+        raise ArgumentError(
+            f"{name} is {shown(value)}; it must be one of {', '.join(FLOAT_DTYPES)}"
+        )
     return str(value)
+
+
+#: Options that a caller may hold in a list or an array, which can change, and their plain values.
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "window": plain_window,
+    "softcap": partial(plain_number, "softcap"),
+    "scale": partial(plain_number, "scale"),
+    "dropout_p": partial(plain_probability, "dropout_p"),
+    "dropout_seed": partial(plain_seed, "dropout_seed"),
+}
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `attention` to be kept for a later call: none changes with what the caller holds.
+
+    Arrays stay as they are, and so does what `attention` will refuse by its name.
+    """
+    return {
+        name: value if value is None or name not in _PLAIN else _PLAIN[name](value)
+        for name, value in options.items()
+    }

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,21 @@ def seconds(xp: Any, call: Callable[[], Array]) -> float:
     return time.perf_counter() - start
 
 
+def positive(text: str) -> int:
+    """An option that is a positive integer, for argparse."""
+    with suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--seqlen", type=int, help="default: 2048 on the CPU, 4096 on a GPU")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--heads", type=positive, default=8)
+    seqlen = "default: 2048 on the CPU, 4096 on a GPU"
+    parser.add_argument("--seqlen", type=positive, help=seqlen)
+    parser.add_argument("--head-dim", type=positive, default=64)
     parser.add_argument(
         "--dtype",
         choices=("float16", "float32"),

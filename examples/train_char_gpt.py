@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -38,6 +40,7 @@ Back = Callable[[Array], tuple[Tree, Array]]
 HEAD_DIM = 32
 PEAK_RATE = 3e-3
 TEMPERATURE = 0.8
+PICTURES = (".png", ".pdf", ".svg")
 
 # ------------------------------------------------------------------------------------------- layers
 
@@ -338,18 +341,13 @@ def mean_loss(model: GPT, params: Tree, tokens: Array, batches: int = 8) -> floa
 # --------------------------------------------------------------------------------------------- main
 
 
-def read_text(path: Path | None) -> str:
-    """A file, by default the Language Reference that pydoc shows."""
+def language_reference() -> str:
+    """The text that pydoc shows."""
     try:
-        if path is not None:
-            text = path.read_text(encoding="utf-8")
-        else:
-            from pydoc_data.topics import topics
-
-            text = "\n".join(topics[name] for name in sorted(topics))
-    except (ImportError, OSError, UnicodeError) as error:
+        from pydoc_data.topics import topics
+    except ImportError as error:
         raise SystemExit(f"no text to read ({error}); --text takes any file of text") from None
-    return text
+    return "\n".join(topics[name] for name in sorted(topics))
 
 
 def note(line: str, end: str = "\n") -> None:
@@ -416,31 +414,79 @@ def pick_backend(name: str) -> Any:
     return np
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--backend", choices=("auto", "numpy", "cupy"), default="auto")
-    parser.add_argument("--text", type=Path, help="file to learn from")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch", type=int, default=16, help="stretches of text for each step")
-    parser.add_argument("--context", type=int, default=64, help="characters of a stretch")
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--algorithm", choices=tuple(ATTENTION), default="fa2")
-    parser.add_argument("--recompute", action="store_true", help="less memory, more time")
-    parser.add_argument("--characters", type=int, default=400, help="to write at the end")
-    parser.add_argument("--picture", type=Path, default=Path("loss.png"))
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if min(options.steps, options.batch, options.context, options.layers) < 1:
-        raise SystemExit("--steps, --batch, --context and --layers must be at least 1")
-    if options.width < 1 or options.width % HEAD_DIM:
-        raise SystemExit(
-            f"--width is {options.width}; it must be a multiple of {HEAD_DIM}, that of a head"
-        )
-    text = Text(read_text(options.text))
-    if len(text.held_out) <= options.context:
-        raise SystemExit(f"the text must have more than {10 * options.context} characters")
+def at_least(least: int) -> Callable[[str], int]:
+    """An option that is an integer, for argparse, as the next three are."""
 
+    def integer(text: str) -> int:
+        with suppress(ValueError):
+            if int(text) >= least:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least {least}")
+
+    return integer
+
+
+def whole_heads(text: str) -> int:
+    """An option that is the width of some heads."""
+    width = at_least(HEAD_DIM)(text)
+    if width % HEAD_DIM:
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of {HEAD_DIM}, that of a head")
+    return width
+
+
+def text_of(name: str) -> str:
+    """An option that is a file, as what is in it."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{name} cannot be read ({error}); it must be a file of text in UTF-8"
+        ) from None
+
+
+def picture_file(name: str) -> Path:
+    """An option that is a file to be written, where it can be."""
+    path = Path(name)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{name} must end in one of {', '.join(PICTURES)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{name} must be a file in a folder that is there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name} may not be written; name another file")
+    return path
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, all of them checked: nothing is left to fail once the model is trained."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add, positive = parser.add_argument, at_least(1)
+    add("--backend", choices=("auto", "numpy", "cupy"), default="auto")
+    add("--text", type=text_of, metavar="FILE", help="what to learn from")
+    add("--steps", type=positive, default=600)
+    add("--batch", type=positive, default=16, help="stretches of text for each step")
+    add("--context", type=positive, default=64, help="characters of a stretch")
+    add("--layers", type=positive, default=3)
+    add("--width", type=whole_heads, default=128)
+    add("--algorithm", choices=tuple(ATTENTION), default="fa2")
+    add("--recompute", action="store_true", help="less memory, more time")
+    add("--characters", type=at_least(0), default=400, help="to write at the end")
+    add("--picture", type=picture_file, default="loss.png", help=f"one of {', '.join(PICTURES)}")
+    add("--seed", type=at_least(0), default=0)
+    options = parser.parse_args(arguments)
+    if options.text is None:
+        options.text = language_reference()
+    if len(options.text) <= 10 * options.context:  # a tenth is held out
+        parser.error(
+            f"argument --context: {options.context} is too long for a text of "
+            f"{len(options.text)} characters; it must be less than a tenth of that"
+        )
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    sys.stdout.reconfigure(errors="replace")  # a terminal need not have every character
+    text = Text(options.text)
     xp = pick_backend(options.backend)
     sizes = options.layers, options.width, options.context
     model = GPT(Config(len(text.characters), *sizes), xp, options.algorithm, options.recompute)
@@ -455,12 +501,12 @@ def main(arguments: list[str] | None = None) -> int:
     losses = list(progress(curve, options.steps))
     taken, after = time.perf_counter() - start, mean_loss(model, params, text.held_out)
     note(f"{options.steps} steps in {taken:.0f} s; held-out loss {before:.2f}, now {after:.2f}")
-    draw(losses, (before, after), title, options.picture)
 
     newest = model.write(params, [int(text.held_out[0])], rng)
     for token in islice(newest, options.characters):
         print(text.characters[token], end="", flush=True)
     print()
+    draw(losses, (before, after), title, options.picture)
     return int(not after < before)  # a NaN fails
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tracemalloc
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -138,6 +139,36 @@ def test_arrays_of_other_libraries_have_gradients_of_their_library(monkeypatch):
     assert bits(a.array for a in got[:4]) == bits(own_vjp(dout)[:4])
 
 
+DROPPED = {"dropout_p": 0.5, "dropout_seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"window": [0, 1]}, lambda given: given["window"].reverse()),
+        ({"window": [np.array(1), 1]}, lambda given: given["window"][0].fill(0)),
+        ({"scale": np.array(0.5)}, lambda given: given["scale"].fill(0)),
+        ({"softcap": np.array(2.0)}, lambda given: given["softcap"].fill(0.1)),
+        ({**DROPPED, "dropout_p": np.array(0.5)}, lambda given: given["dropout_p"].fill(0.9)),
+        ({**DROPPED, "dropout_seed": np.array(5)}, lambda given: given["dropout_seed"].fill(6)),
+        ({"wrt": ["q", "k"]}, lambda given: given["wrt"].pop()),
+    ],
+)
+def test_an_option_that_changes_after_the_call_changes_no_gradient(xp, options, change):
+    if xp is not np and "dropout_p" in options:
+        pytest.skip("no gradients of dropout on a GPU")
+    q, k, v, dout = (xp.asarray(a) for a in np.random.default_rng().standard_normal((4, 2, 99, 4)))
+    options = deepcopy(options)
+    _, vjp = cufa.attention_vjp(q, k, v, deterministic=True, **options)
+    before = vjp(dout)
+    change(options)
+    after = vjp(dout)
+    assert [a is None for a in after] == [a is None for a in before]
+    for name in ("dk", "dv"):  # dq is added up in any order
+        if getattr(before, name) is not None:
+            xp.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+
+
 def test_memory_is_linear_in_the_length():
     seqlen, head_dim = 4096, 16
     q = np.ones((seqlen, head_dim), np.float32)
@@ -179,6 +210,12 @@ BAD_CALLS = {
         ({"wrt": ["mask"]}, r"wrt is \['mask'\]; .*constants"),
         ({"wrt": []}, r"wrt is \[\]; .*None for all"),
         ({"wrt": 3}, r"wrt is 3"),
+        (
+            {"wrt": ["q", zeros(2)]},
+            r"wrt is \['q', an array of shape \(2,\) and dtype float32\]; .*'sink'",
+        ),
+        ({"wrt": zeros(2)}, r"wrt is an array of shape \(2,\) and dtype float32; .*'sink'"),
+        ({"wrt": ["q", None]}, r"wrt is \['q', None\]; .*'sink'"),
         ({"deterministic": 2}, r"deterministic is 2; .*False, True"),
         ({"causal": "bottom"}, r"causal is 'bottom'"),
         ({"algorithm": "fa9"}, r"algorithm is 'fa9'"),
@@ -224,6 +261,9 @@ def test_a_bad_call_is_refused(changes, error, message):
     ("changes", "error", "message"),
     [
         ({"wrt": "bias"}, ArgumentError, r"no bias is given"),
+        ({"wrt": ["q", zeros(2)]}, ArgumentError, r"wrt is \['q', an array of shape \(2,\)"),
+        ({"window": [1, -9]}, ArgumentError, r"window has right bound -9"),
+        ({"dropout_p": 1}, ArgumentError, r"dropout_p is 1\.0"),
         ({"algorithm": "standard"}, UnsupportedError, r"'standard', which has no gradients"),
         ({"deterministic": None}, ArgumentError, r"deterministic is None"),
     ],

@@ -7,10 +7,12 @@ import re
 
 import numpy as np
 import pytest
+from foreign import Lender
 
 import cufa
-from cufa import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from cufa.problem import MAX_SEQLEN
+from cufa import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError, flash_attn
+from cufa.arrays import Arrays, sign
+from cufa.problem import MAX_SEQLEN, make_problem
 from cufa.testing import Memory, place, to_numpy
 
 BATCH, HEADS, KV_HEADS, SEQLEN_Q, SEQLEN_K, HEAD_DIM, HEAD_DIM_V = 2, 6, 3, 5, 7, 8, 4
@@ -66,10 +68,21 @@ BAD_CALLS = {
         ({"causal": "bottom"}, r"causal is 'bottom'; .*'top_left'"),
         ({"causal": 1}, r"causal is 1; .*False, True, 'top_left'"),
         ({"return_lse": "no"}, r"return_lse is 'no'; .*False, True"),
-        ({"return_lse": np.array([1, 2])}, r"return_lse is array.*False, True"),
+        (
+            {"return_lse": ones(10**6)},
+            r"return_lse is an array of shape \(1000000,\) and dtype float32; .*False, True",
+        ),
+        ({"causal": ones()}, r"causal is an array of shape \(\) and dtype float32; .*'top_left'"),
+        ({"layout": ones(2)}, r"layout is an array of shape \(2,\) and dtype float32; .*'bhsd'"),
+        ({"window": ones(2)}, r"window is an array of shape \(2,\) and dtype float32; .*pair"),
+        (
+            {"window": lambda xp, call: [1, 2, xp.ones(3, "float32")]},
+            r"window is \[1, 2, an array of shape \(3,\) and dtype float32\]; .*pair",
+        ),
         ({"window": {1, 2}}, r"window is \{1, 2\}; .*pair"),
         ({"scale": 10**400}, r"scale is 1000.*finite"),
         ({"window": 4}, r"window is 4; .*pair"),
+        ({"window": (1,)}, r"window is \(1,\); .*pair"),
         ({"window": (1, 2, 3)}, r"window is \(1, 2, 3\); .*pair"),
         ({"window": (-3, 0)}, r"left bound -3; .*at least 0"),
         ({"window": (-1, -3)}, r"right bound -3; .*at least 0"),
@@ -88,6 +101,12 @@ BAD_CALLS = {
     DTypeError: [
         ({"window": (1.5, 0)}, r"left bound 1\.5; .*integer or None"),
         ({"window": (0, "a")}, r"right bound 'a'; .*integer or None"),
+        (
+            {"window": lambda xp, call: (xp.ones(3, "float32"), 0)},
+            r"left bound an array of shape \(3,\) and dtype float32; .*integer or None",
+        ),
+        ({"scale": ones(3)}, r"scale is an array of shape \(3,\) and dtype float32, .*number"),
+        ({"dropout_seed": ones(3)}, r"dropout_seed is an array of shape \(3,\) .*integer"),
         ({"scale": "1.0"}, r"scale is '1\.0', a str; .*number"),
         ({"scale": bytearray(b"1")}, r"scale is bytearray.*number"),
         ({"scale": np.array("1")}, r"scale is .*str_; .*number"),
@@ -278,6 +297,84 @@ def test_out_between_the_rows_of_an_input_is_accepted(xp):
     call = {**good_call(xp), "q": wide[..., :8], "out": wide[..., 8:]}
     out = cufa.attention(call["q"], call["k"], call["v"], out=call["out"])
     assert (to_numpy(out) == 1).all()
+
+
+class Tensor(Lender):
+    """An array of a library that would have to let gradients through."""
+
+    requires_grad = True
+
+
+#: Calls of `flash_attn_func`, whose words are not those of `attention`.
+BAD_FACADES = {
+    ArgumentError: [
+        ({"window_size": (-2, 0)}, r"^window_size has left bound -2; it must be at least 0"),
+        ({"window_size": 4}, r"^window_size is 4; .*pair"),
+        ({"softmax_scale": math.inf}, r"^softmax_scale is inf; it must be finite$"),
+        ({"softcap": -1}, r"^softcap is -1\.0; it must be positive and finite, or 0 for no cap$"),
+        ({"softcap": math.nan}, r"^softcap is nan; .*, or 0 for no cap$"),
+        ({"softcap": math.inf}, r"^softcap is inf; .*, or 0 for no cap$"),
+    ],
+    ShapeError: [
+        ({"attn_bias": ones(2, 3, 5, 7)}, r"^attn_bias has shape \(2, 3, 5, 7\); .*broadcast"),
+        ({"alibi_slopes": ones(3)}, r"^alibi_slopes has shape \(3,\)"),
+    ],
+    DTypeError: [
+        ({"window_size": (1.5, 0)}, r"^window_size has left bound 1\.5; .*integer or None"),
+        ({"softmax_scale": "x"}, r"^softmax_scale is 'x', a str; .*number"),
+        ({"softcap": "scale"}, r"^softcap is 'scale', a str; .*number"),
+        ({"softcap": None}, r"^softcap is None, a NoneType; .*number"),
+        ({"attn_bias": ones(5, 7, dtype="bool")}, r"^attn_bias is bool; it takes float16"),
+        ({"attn_bias": lambda xp, call: [0.0]}, r"^attn_bias is a list; .*array"),
+        (
+            {"q": lambda xp, call: np.ma.masked_array(np.ones((4, 8)))},
+            r"^q is a MaskedArray; pass a plain array \(and attn_bias= for masked keys\)$",
+        ),
+    ],
+    UnsupportedError: [
+        (
+            {"attn_bias": lambda xp, call: Tensor(np.ones((5, 7)))},
+            r"^attn_bias requires grad, .*; pass attn_bias\.detach\(\)$",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), named(BAD_FACADES))
+def test_names_of_flash_attn_are_those_in_its_errors(xp, changes, error, message):
+    good = {name: a for name, a in good_call(xp).items() if name in "qkv"}
+    with pytest.raises(error, match=message) as caught:
+        cufa.flash_attn_func(**build(xp, good, changes))
+    assert type(caught.value) is error
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+
+
+def test_a_bias_of_another_device_has_its_name_of_flash_attn(monkeypatch):
+    def elsewhere(q, k, v, *, bias, **options):
+        plain = dict(causal=False, window=None, softcap=None, scale=None)
+        rest = dict(layout="bhsd", return_lse=False, algorithm="auto")
+        call = sign(Arrays(q, k, v, bias=bias), **plain, **rest)
+        make_problem(call._replace(bias=call.bias._replace(device=0)))
+
+    monkeypatch.setattr(flash_attn, "attention", elsewhere)
+    q = np.ones((2, 3, 5, 8), "float32")
+    with pytest.raises(DeviceError, match=r"^q is on the CPU \(NumPy\) and attn_bias is on GPU 0"):
+        cufa.flash_attn_func(q, q, q, attn_bias=np.ones((5, 5), "float32"))
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["softcap is 'scale is 3', a str", "a bias is no window", "windows bias", "biased is"],
+)
+def test_other_words_of_an_error_stay_as_they_are(monkeypatch, message):
+    def refused(*arrays, **options):
+        raise ShapeError(message)
+
+    monkeypatch.setattr(flash_attn, "attention", refused)
+    with pytest.raises(ShapeError) as caught:
+        cufa.flash_attn_func(None, None, None)
+    assert str(caught.value) == message
 
 
 @pytest.mark.gpu

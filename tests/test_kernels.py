@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiles import ARCHS, HEAD_DIMS, backward_units, mask_units, name_of, units
 
@@ -187,6 +188,8 @@ def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"head_dim": -5}, cufa.ArgumentError, "head_dim is -5; .*at least 1"),
         ({"arch": 30}, cufa.ArgumentError, "arch is 30; .*at least 70"),
         ({"dtype": "int8"}, cufa.ArgumentError, "dtype is 'int8'; .*float16"),
+        ({"bias": np.ones(2)}, cufa.ArgumentError, r"bias is an array of shape \(2,\) .*float16"),
+        ({"mask": np.ones(2)}, cufa.ArgumentError, r"mask is an array of shape \(2,\) .*True"),
         ({"window": None}, cufa.ArgumentError, "window is None; .*False, True"),
         ({"plain": 2}, cufa.ArgumentError, "plain is 2; .*False, True"),
     ],

@@ -18,3 +18,12 @@ def test_quickstart_checks_itself(options):
     assert done.returncode == 0, done.stdout + done.stderr
     for line in ("backend", "q, k, v", "cufa", "plain", "error"):
         assert f"\n{line} " in f"\n{done.stdout}"
+
+
+@pytest.mark.parametrize("option", ["--batch", "--heads", "--seqlen", "--head-dim"])
+@pytest.mark.parametrize("value", ["0", "-5", "many"])
+def test_quickstart_refuses_a_size_that_is_none(option, value):
+    command = [sys.executable, str(SCRIPT), option, value]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"error: argument {option}: {value} is not an integer of at least 1" in done.stderr

@@ -140,6 +140,28 @@ def test_a_wrong_request_is_answered_in_one_line(arguments, message):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--max-tokens", "-5", "-5 is not an integer of at least 0"),
+        ("--seed", "-1", "-1 is not an integer of at least 0"),
+        ("--temperature", "-1", "-1 is not a finite number of at least 0"),
+        ("--temperature", "nan", "nan is not a finite number of at least 0"),
+        ("--temperature", "warm", "warm is not a finite number of at least 0"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_the_model_is_read(
+    smollm2, monkeypatch, capsys, option, value, message
+):
+    def read(*_):
+        raise AssertionError("the model is being read")
+
+    monkeypatch.setattr(smollm2, "open_file", read)
+    with pytest.raises(SystemExit):
+        smollm2.main([option, value])
+    assert f"error: argument {option}: {message}" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named_in_one_line(smollm2, monkeypatch):
     def absent(name):
         raise metadata.PackageNotFoundError(name)

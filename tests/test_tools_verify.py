@@ -337,19 +337,101 @@ def test_without_cublas_standard_is_held_in_numpy_and_said_not_to_be_on_the_gpu(
     shown = capsys.readouterr().out
     assert "standard was not held in numpy: there is no cuBLAS" in shown
     assert find(backends=(CPU, without), algorithms=["standard"], max_examples=10)[1]
-    with pytest.raises(ArgumentError, match=r"^algorithm is standard; nothing"):
+    with pytest.raises(ArgumentError, match=r"^nothing here serves any .* by standard that was"):
         find(backends=(without,), algorithms=["standard"], max_examples=5)
 
 
 def test_a_kernel_of_another_algorithm_than_wished_for_is_an_error():
-    with pytest.raises(ArgumentError, match="kernel is fa1_fwd_simt, algorithm is fa2; nothing"):
+    with pytest.raises(ArgumentError, match=r"^kernel is fa1_fwd_simt; nothing .* by fa2 that"):
         find(backends=(CARD,), kernels=["fa1_fwd_simt"], algorithms=["fa2"], max_examples=5)
 
 
 def test_a_kernel_that_serves_nothing_here_is_an_error():
     old = Backend(np, Device.of_arch(75))
-    with pytest.raises(ArgumentError, match=r"kernel is fa2_fwd, .*any problem of float64"):
+    with pytest.raises(ArgumentError, match=r"kernel is fa2_fwd; .*any problem of float64"):
         find(backends=(old,), kernels=["fa2_fwd"], dtypes=["float64"], max_examples=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--direction backward --algorithm standard",
+            "direction is backward, and algorithm is standard, which has no gradients; "
+            "pass auto or fa2",
+        ),
+        (
+            "--direction backward --algorithm fa1 --algorithm fa3",
+            "direction is backward, and algorithm is fa1, fa3, which have no gradients; "
+            "pass auto or fa2",
+        ),
+        (
+            "--direction backward --kernel cpu",
+            "direction is backward, and kernel is cpu, which computes no gradients; "
+            "pass cpu_backward or fa2_bwd or",
+        ),
+        (
+            "--direction backward --kernel mask_tiles --kernel standard",
+            "direction is backward, and kernel is mask_tiles, standard, which compute no gradients",
+        ),
+        (
+            "--direction forward --kernel cpu_backward",
+            "direction is forward, and kernel is cpu_backward, which computes gradients alone; "
+            "pass cpu or fa3_fwd_sm90 or",
+        ),
+        (
+            "--direction forward --kernel fa2_bwd --kernel bwd_rows",
+            "direction is forward, and kernel is fa2_bwd, bwd_rows, which compute gradients alone",
+        ),
+        (
+            "--kernel cpu --algorithm standard",
+            "algorithm is standard, and kernel is cpu, which is of fa2; pass auto or fa2",
+        ),
+        (
+            "--kernel fa3_fwd_sm90 --kernel fa1_fwd --algorithm fa2",
+            "algorithm is fa2, and kernel is fa3_fwd_sm90, fa1_fwd, which are of fa1, fa3; "
+            "pass auto or fa1 or fa3",
+        ),
+        (
+            "--kernel fa1_fwd --algorithm auto",
+            "algorithm is auto, and kernel is fa1_fwd, which is of fa1; pass fa1",
+        ),
+    ],
+)
+def test_what_no_problem_can_launch_is_refused_before_any_is_drawn(
+    monkeypatch, capsys, options, message
+):
+    def begun(*_):
+        raise AssertionError("the search has begun")
+
+    monkeypatch.setattr(verify, "search", begun)
+    monkeypatch.setattr(verify, "find_backends", lambda: [CPU, CARD])
+    assert cli.main(["verify", *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "algorithms"),
+    [
+        ("--direction backward", {"auto", "fa2"}),
+        ("--direction backward --algorithm fa2 --algorithm standard", {"fa2"}),
+        ("--direction backward --kernel cpu_backward --kernel standard", {"fa2"}),
+        ("--direction both --algorithm standard", {"standard"}),
+        ("--kernel cpu --algorithm auto --algorithm fa1", {"auto"}),
+        ("", {*ALGORITHMS}),
+    ],
+)
+def test_of_what_is_wished_for_all_that_can_be_held_is_drawn(monkeypatch, options, algorithms):
+    drawn = []
+
+    def look(backends, wish, tally):
+        drawn.extend(wish.algorithms)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "search", look)
+    assert cli.main(["verify", *options.split()]) == 130
+    assert {*drawn} == algorithms
+    assert len(drawn) == len(algorithms)
 
 
 @pytest.mark.parametrize("option", [["--max-examples", "0"], ["--max-examples=-3"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from functools import partial
@@ -28,7 +29,7 @@ def load() -> Any:
 
 
 gpt = load()
-TEXT = gpt.Text(gpt.read_text(None)[:50_000])
+TEXT = gpt.Text(gpt.language_reference()[:50_000])
 
 
 def make_model(xp=np, **options):
@@ -162,9 +163,12 @@ def test_what_is_written_is_of_the_text_and_repeats_with_a_seed():
     assert set(first) <= set(range(len(TEXT.characters)))
 
 
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--backend", "numpy", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+    environment = {**os.environ, **environment}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
 
 
 def test_the_script_learns_writes_and_draws(tmp_path):
@@ -177,16 +181,91 @@ def test_the_script_learns_writes_and_draws(tmp_path):
     assert picture.exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+def test_the_text_is_written_though_the_picture_fails(tmp_path, monkeypatch, capsys):
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(gpt, "draw", full_disk)
+    options = ("--backend", "numpy", "--steps", "1", "--characters", "50")
+    with pytest.raises(OSError, match="no space left"):
+        gpt.main([*SCRIPT_SMALL, *options, "--picture", str(tmp_path / "curve.png")])
+    assert len(capsys.readouterr().out) == 51
+
+
+def test_a_terminal_without_a_character_shows_another(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\N{SNOWMAN}" * 400, encoding="utf-8")
+    options = ("--steps", "1", "--characters", "5", "--picture", str(tmp_path / "curve.png"))
+    done = run_script(*SCRIPT_SMALL, "--text", str(text), *options, PYTHONIOENCODING="ascii")
+    assert done.stdout == "?????\n", done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with files to be named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "bytes.txt").write_bytes(b"\xff" * 5000)
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "long.txt").write_text("long " * 1000)
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("option", "value", "message"),
     [
-        (("--text", "absent.txt"), "no text to read"),
-        (("--steps", "0"), "--steps, --batch, --context and --layers must be at least 1"),
-        (("--width", "40"), "--width is 40; it must be a multiple of 32"),
-        (("--context", "50000000"), "the text must have more than 500000000 characters"),
+        ("--text", "absent.txt", "absent.txt cannot be read"),
+        ("--text", "folder.png", "folder.png cannot be read"),
+        ("--text", "bytes.txt", "bytes.txt cannot be read"),
+        ("--text", "", " cannot be read"),
+        ("--steps", "0", "0 is not an integer of at least 1"),
+        ("--steps", "-3", "-3 is not an integer of at least 1"),
+        ("--steps", "1.5", "1.5 is not an integer of at least 1"),
+        ("--batch", "0", "0 is not an integer of at least 1"),
+        ("--layers", "0", "0 is not an integer of at least 1"),
+        ("--context", "0", "0 is not an integer of at least 1"),
+        ("--context", "500", "500 is too long for a text of 5000 characters"),
+        ("--width", "40", "40 is not a multiple of 32"),
+        ("--width", "-32", "-32 is not an integer of at least 32"),
+        ("--width", "0", "0 is not an integer of at least 32"),
+        ("--characters", "-5", "-5 is not an integer of at least 0"),
+        ("--characters", "many", "many is not an integer of at least 0"),
+        ("--seed", "-1", "-1 is not an integer of at least 0"),
+        ("--picture", "absent/x.png", "absent/x.png must be a file in a folder that is there"),
+        ("--picture", "short.txt/x.png", "short.txt/x.png must be a file in a folder"),
+        ("--picture", "folder.png", "folder.png must be a file in a folder that is there"),
+        ("--picture", "loss.foo", "loss.foo must end in one of .png, .pdf, .svg"),
+        ("--picture", "loss", "loss must end in one of .png, .pdf, .svg"),
+        ("--picture", ".", ". must end in one of .png, .pdf, .svg"),
+        ("--picture", "", " must end in one of .png, .pdf, .svg"),
     ],
 )
-def test_a_wrong_request_is_answered_in_one_line(arguments, message):
-    with pytest.raises(SystemExit, match=message) as caught:
-        gpt.main(list(arguments))
-    assert "\n" not in str(caught.value)
+def test_a_wrong_option_is_refused_before_the_model_is_trained(
+    folder, monkeypatch, capsys, option, value, message
+):
+    def untrained(*_):
+        raise AssertionError("training has begun")
+
+    monkeypatch.setattr(gpt, "train", untrained)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    with pytest.raises(SystemExit) as caught:
+        gpt.main(["--backend", "numpy", "--text", "long.txt", option, value])
+    assert caught.value.code == 2
+    assert f"error: argument {option}: {message}" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_a_picture_that_may_not_be_written_is_refused(folder, monkeypatch, capsys):
+    monkeypatch.setattr(gpt.os, "access", lambda *_: False)  # a superuser may write everywhere
+    with pytest.raises(SystemExit):
+        gpt.main(["--text", "long.txt"])
+    assert "argument --picture: loss.png may not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [".png", ".pdf", ".svg", ".PNG"])
+def test_a_picture_is_written_where_it_is_said_to_be(folder, capsys, ending):
+    pytest.importorskip("matplotlib")
+    path = gpt.picture_file(f"curve{ending}")
+    gpt.draw([2.0, 1.0], (2.0, 1.0), "title", path)
+    assert path.stat().st_size > 0
+    assert f"loss curve in curve{ending}" in capsys.readouterr().err

@@ -159,10 +159,10 @@ def search(
     except _Stop:
         pass
     except Unsatisfiable:
-        kernels = f"kernel is {', '.join(sorted(wish.kernels))}, " if wish.kernels else ""
+        kernels = f"kernel is {', '.join(sorted(wish.kernels))}; " if wish.kernels else ""
         raise ArgumentError(
-            f"{kernels}algorithm is {', '.join(wish.algorithms)}; nothing here serves any problem "
-            f"of {', '.join(wish.dtypes)} that was drawn: allow others, or more examples"
+            f"{kernels}nothing here serves any problem of {', '.join(wish.dtypes)} by "
+            f"{', '.join(wish.algorithms)} that was drawn: allow others, or more examples"
         ) from None
     except Flaky:
         trial.doubt("it does not fail every time")

@@ -18,7 +18,10 @@ from rich.table import Table
 
 from cufa.bounds import Error
 from cufa.errors import ArgumentError
+from cufa.gpu.backward_plan import PLAIN_TILES
+from cufa.gpu.config import MASK_TILES
 from cufa.gpu.registry import BACKWARD_KERNEL_NAMES, BACKWARD_SPECS, KERNEL_NAMES, KERNELS
+from cufa.gradients import ALGORITHMS as BACKWARD_ALGORITHMS
 from cufa.options import ALGORITHMS
 from cufa.testing import FLOATS
 from cufa.tools.backends import (
@@ -37,6 +40,11 @@ from cufa.tools.workloads import DIRECTIONS
 EXAMPLES = 500
 _ON_CPU = (CPU_KERNEL, CPU_BACKWARD)
 _ON_GPU = (*KERNEL_NAMES, *BACKWARD_KERNEL_NAMES, *AROUND)
+#: By direction, those that a call in it can launch.
+_LAUNCHED = {
+    "forward": (CPU_KERNEL, *KERNEL_NAMES, MASK_TILES, STANDARD),
+    "backward": (CPU_BACKWARD, *BACKWARD_KERNEL_NAMES, *PLAIN_TILES),
+}
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _QUANTILE_NAMES = ("50 %", "90 %", "99 %", "max")
 
@@ -84,18 +92,19 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(f"max_examples is {options.max_examples}; it must be at least 1")
     if options.time is not None and not options.time > 0:
         raise ArgumentError(f"time is {options.time:g}; it must be above 0 seconds")
+    kernels = _kernels(options.kernel, options.direction)
     limit = EXAMPLES if options.time is None else UNLIMITED
     wish = Wish(
         seed=secrets.randbits(32) if options.seed is None else options.seed,
         max_examples=options.max_examples or limit,
         seconds=options.time,
-        dtypes=_dtypes(options.dtype or FLOATS, options.kernel),
-        algorithms=_algorithms(options.algorithm, options.kernel),
-        kernels=options.kernel,
+        dtypes=_dtypes(options.dtype or FLOATS, kernels),
+        algorithms=_algorithms(options.algorithm, kernels, options.direction),
+        kernels=kernels,
         direction=options.direction,
         wide=options.wide,
     )
-    backends = _backends(options.kernel)
+    backends = _backends(kernels)
     tally = Tally(wish)
     console = make_console(stderr=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,6 +123,21 @@ def run(options: argparse.Namespace) -> int:
     if failure is not None:
         _show_failure(failure)
     return 0 if failure is None else 1
+
+
+def _kernels(kernels: Sequence[str] | None, direction: str) -> Sequence[str] | None:
+    """Those wished for that a call in this direction can launch; None: all."""
+    if kernels is None or direction == "both":
+        return kernels
+    found = [kernel for kernel in kernels if kernel in _LAUNCHED[direction]]
+    if not found:
+        verb = "computes" if len(kernels) == 1 else "compute"
+        what = "no gradients" if direction == "backward" else "gradients alone"
+        raise ArgumentError(
+            f"direction is {direction}, and kernel is {', '.join(kernels)}, which {verb} {what}; "
+            f"pass {' or '.join(_LAUNCHED[direction])}"
+        )
+    return found
 
 
 def _backends(kernels: Collection[str] | None) -> list[Backend]:
@@ -143,13 +167,42 @@ def _dtypes(dtypes: Sequence[str], kernels: Collection[str] | None) -> list[str]
     return found
 
 
-def _algorithms(algorithms: Sequence[str] | None, kernels: Collection[str] | None) -> Sequence[str]:
-    """Those wished for; else those of the kernels wished for; else all."""
-    if algorithms or kernels is None:
+def _algorithms(
+    algorithms: Sequence[str] | None, kernels: Collection[str] | None, direction: str
+) -> Sequence[str]:
+    """Those wished for, else all, that can launch one of the kernels, or have gradients if these
+    alone are to be held."""
+    if kernels is not None:
+        return _algorithms_of(kernels, algorithms)
+    if direction != "backward":
         return algorithms or ALGORITHMS
+    found = [a for a in algorithms or ALGORITHMS if a in BACKWARD_ALGORITHMS]
+    if not found:
+        given = algorithms or ()
+        raise ArgumentError(
+            f"direction is backward, and algorithm is {', '.join(given)}, which "
+            f"{'has' if len(given) == 1 else 'have'} no gradients; "
+            f"pass {' or '.join(BACKWARD_ALGORITHMS)}"
+        )
+    return found
+
+
+def _algorithms_of(kernels: Collection[str], algorithms: Sequence[str] | None) -> Sequence[str]:
+    """Those wished for that can launch one of the kernels; else the kernels' own."""
     of = {**dict.fromkeys(_ON_CPU, "fa2"), STANDARD: "standard", **AROUND}
     of |= {spec.name: spec.algorithm for spec in (*KERNELS, *BACKWARD_SPECS)}
-    return sorted({of[kernel] for kernel in kernels})
+    own = sorted({of[kernel] for kernel in kernels})
+    if not algorithms:
+        return own
+    able = ["auto", *own] if {*own} & {"fa2", "fa3"} else own  # what "auto" chooses from
+    found = [algorithm for algorithm in algorithms if algorithm in able]
+    if not found:
+        raise ArgumentError(
+            f"algorithm is {', '.join(algorithms)}, and kernel is {', '.join(kernels)}, which "
+            f"{'is' if len(kernels) == 1 else 'are'} of {', '.join(own)}; "
+            f"pass {' or '.join(able)}"
+        )
+    return found
 
 
 class Tally:
