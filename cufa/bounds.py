@@ -85,7 +85,8 @@ def exact(
       through the sum, the average one.
     - Sums over keys: ``(sqrt(seqlen_k) + 8) * eps * p @ |v|``; 8 for exponentials and rescaling.
     - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each, or the
-      accumulator's smallest normal number, below which weights may be flushed to zero.
+      accumulator's smallest normal number, below which weights may be flushed to zero. In float64
+      those of the oracle are, while what a kernel has summed by an earlier maximum is not.
     - Results below the normal numbers: the accumulator's smallest number for each key, since a
       product with so small a value is rounded to a multiple of it.
     - The result: two units in the last place of the largest element of its row. Of algorithm
@@ -125,7 +126,8 @@ def exact(
             counts = reference.kept(dropout_seed, dropout_p, scores.shape) / (1 - dropout_p)
             tiniest = max(tiniest, VANISHING * smallest_normal(q.dtype))
         bound = (counts * moved) @ values
-        bound += (sums + unit) * ((counts * p) @ values) + tiniest * ((counts * (p > 0)) @ values)
+        lost = scores > -np.inf if q.dtype == np.float64 else p > 0
+        bound += (sums + unit) * ((counts * p) @ values) + tiniest * ((counts * lost) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
         vanishing = scores.shape[3] * smallest(q.dtype)

@@ -21,6 +21,7 @@ from cufa.options import (
     plain_choice,
     plain_dtype,
     plain_integer,
+    shown,
 )
 from cufa.problem import ArrayFacts, Shape, Signature, check_float, make_problem, place_of
 
@@ -127,8 +128,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name in _OWN:
             raise ArgumentError(
-                f"{name} is {value!r}; it is an option of cufa.attention that a layer does not "
-                f"take: {_OWN[name]}"
+                f"{name} is {shown(value)}; it is an option of cufa.attention that a layer does "
+                f"not take: {_OWN[name]}"
             )
         if name not in _PASSED_ON:
             raise TypeError(f"a layer has no option {name}; it takes {', '.join(_PASSED_ON)}")

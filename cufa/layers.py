@@ -26,7 +26,7 @@ from cufa.layer_checks import (
     plain_generator,
 )
 from cufa.linear import bias_gradient, input_gradient, linear, weight_gradient
-from cufa.options import plain_choice, plain_integer, plain_number
+from cufa.options import plain_choice, plain_integer, plain_number, plain_options
 from cufa.problem import Signature, check_float
 from cufa.rotary import Turns, rotate, turns
 
@@ -255,7 +255,8 @@ class MultiHeadAttention:
         plain_choice("deterministic", deterministic, _BOOL)
         call = self._check_call(params, x, context, offset, options, return_lse=True)
         check_algorithm(call.algorithm)
-        options |= {"layout": "bshd", "deterministic": deterministic}
+        offset = plain_integer("offset", offset, 0)
+        options = plain_options(options) | {"layout": "bshd", "deterministic": deterministic}
         # No name for q, k and v: what holds on to them is `pull`, or nothing.
         (out, lse), pull = attention_vjp(
             *self._project(params, x, context, offset), return_lse=True, **options

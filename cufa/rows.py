@@ -109,7 +109,8 @@ class _Formula:
         base = xp.where(s.max() == -np.inf, 0, lse)
         p = xp.exp(s - base)
         delta = self.eps * (dots + 4 * (later + abs(base)) + self._height_above_last(s))
-        average, off = self._weight_bounds(p, xp.where(p == 0, 0, delta))
+        lost = s > -np.inf if self.q.dtype == np.float64 else p > 0
+        average, off = self._weight_bounds(p, xp.where(p == 0, 0, delta), lost)
 
         finite, share = xp.isfinite(s), p / p.sum()
         facts = [
@@ -166,13 +167,13 @@ class _Formula:
         last = s[s.size - 1 - seen[::-1].argmax()]
         return self.xp.where(seen.any(), self.xp.minimum(s.max() - last, FARTHEST), 0)
 
-    def _weight_bounds(self, p: Any, delta: Any) -> tuple[Any, Any]:
+    def _weight_bounds(self, p: Any, delta: Any, lost: Any) -> tuple[Any, Any]:
         """The average error of a row's scores, and how far each of its weights may be off, by
-        those of its scores."""
+        those of its scores and by whether it may vanish."""
         xp = self.xp
         average = (p * delta).sum()
         moved = xp.where(p == 0, 0, xp.minimum(p * xp.expm1(delta + average), 1))
-        return average, moved + (self.sums + self.unit) * p + self.tiniest * (p > 0)
+        return average, moved + (self.sums + self.unit) * p + self.tiniest * lost
 
     def _lse_bound(self, average: Any, lse: Any) -> Any:
         return average + self.sums + 4 * self.eps * abs(lse)

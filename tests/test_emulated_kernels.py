@@ -247,6 +247,25 @@ def test_float32_is_float32_down_to_its_smallest_number(keys: int, values: int, 
     assert_within_rounding(result, exact(q, k, v, **options))
 
 
+def test_what_dropout_leaves_may_be_too_little_for_the_oracle() -> None:
+    """A weight of e**-1000, which float64 does not have, times 1e300."""
+    case = Case(
+        seqlen_q=64,
+        seqlen_k=64,
+        head_dim=34,
+        head_dim_v=34,
+        dtype="float64",
+        scores="large",
+        v_size=1e300,
+        scale=1.0,
+        dropout_p=0.9,
+    )
+    expected, options = case.exact(), {**case.options(np), "return_lse": True}
+    out, lse = attention(emulator(75), *case.arrays(np), **options)
+    assert (out[expected.out == 0] != 0).any()
+    assert_within_rounding((out, lse), expected)
+
+
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
 @given(case=few_cases(dtypes=["float16", "float32"], max_elements=1 << 22))
 @settings(max_examples=settings.default.max_examples // 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 from foreign import Lender
@@ -308,6 +310,37 @@ def test_checkpoint_holds_on_to_nothing_that_is_computed():
     assert Result.alive == 1  # that of the plain call
     assert isinstance(checked[1](), Result)
     assert isinstance(plain[1](), Result)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"window": [0, 1]}, lambda kept: kept["window"].reverse()),
+        (
+            {"dropout_p": 0.5, "dropout_seed": np.array(5)},
+            lambda kept: kept["dropout_seed"].fill(6),
+        ),
+        ({"offset": np.array(3)}, lambda kept: kept["offset"].fill(0)),
+    ],
+    ids=["window", "seed", "offset"],
+)
+def test_options_may_change_before_the_backward_pass(recompute, options, change):
+    layer, options = cufa.MultiHeadAttention(32, 4, rotary=True), deepcopy(options)
+    x, context, dy = np.random.default_rng().standard_normal((3, 2, 9, 32), np.float32)
+    how = {"recompute": recompute, "deterministic": True}
+    _, vjp = layer.vjp(layer.init(0), x, context, **how, **options)
+    before = vjp(dy)
+    change(options)
+    np.testing.assert_array_equal(vjp(dy).dx, before.dx)
+    np.testing.assert_array_equal(vjp(dy).dparams["wk"], before.dparams["wk"])
+
+
+def test_an_array_in_the_place_of_an_option_is_not_printed():
+    layer, x = cufa.MultiHeadAttention(32, 4), np.ones((2, 9, 32), "f4")
+    message = r"^out is an array of shape \(2, 9, 32\) and dtype float32; "
+    with pytest.raises(ArgumentError, match=message):
+        layer(layer.init(0), x, out=x)
 
 
 @given(depth=st.integers(1, 5), start=st.floats(-1, 1))
