@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa.errors import DTypeError, ShapeError
-from cufa.options import MAX_SEQLEN, plain_probability, plain_seed
+from cufa.options import MAX_SEQLEN, plain_probability, plain_seed, shown
 
 _WORD = (1 << 32) - 1
 #: Philox4x32: what words 0 and 2 are multiplied by, and what the key grows by in each round.
@@ -213,7 +213,7 @@ def _plain_shape(shape: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(operator.index(n) for n in shape)
     except TypeError:
-        raise DTypeError(f"shape is {shape!r}; it must be a sequence of integers") from None
+        raise DTypeError(f"shape is {shown(shape)}; it must be a sequence of integers") from None
     if not 2 <= len(sizes) <= 4:
         raise ShapeError(
             f"shape is {sizes}; it must have 2 axes (seqlen_q, seqlen_k), 3 (heads first) or 4 "

@@ -15,11 +15,7 @@ from cufa.arrays import CPU, Arrays, ForeignArray, describe, sign
 from cufa.attention import attention
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from cufa.options import (
-    FLOAT_DTYPES,
     dtype_name,
-    numpy_dtype,
-    plain_choice,
-    plain_dtype,
     plain_integer,
     shown,
 )
@@ -90,18 +86,6 @@ def plain_generator(rng: Any) -> np.random.Generator:
         raise kind(
             f"rng is {rng!r}; it must be a numpy.random.Generator, or a seed for one ({error})"
         ) from None
-
-
-def plain_format(dtype: Any) -> np.dtype[Any]:
-    """What `init` makes parameters of.
-
-    Raises
-    ------
-    ArgumentError, DTypeError
-    """
-    if dtype is None:  # which NumPy takes for float64
-        plain_choice("dtype", dtype, FLOAT_DTYPES)
-    return numpy_dtype(plain_dtype("dtype", dtype))
 
 
 def check_library(xp: Any) -> None:

@@ -22,11 +22,17 @@ from cufa.layer_checks import (
     check_options,
     check_params,
     check_rotary,
-    plain_format,
     plain_generator,
 )
 from cufa.linear import bias_gradient, input_gradient, linear, weight_gradient
-from cufa.options import plain_choice, plain_integer, plain_number, plain_options
+from cufa.options import (
+    numpy_dtype,
+    plain_choice,
+    plain_dtype,
+    plain_integer,
+    plain_number,
+    plain_options,
+)
 from cufa.problem import Signature, check_float
 from cufa.rotary import Turns, rotate, turns
 
@@ -171,7 +177,7 @@ class MultiHeadAttention:
             No generator or seed, a dtype that layers do not take, another library.
         """
         check_library(xp)
-        rng, dtype = plain_generator(rng), plain_format(dtype)
+        rng, dtype = plain_generator(rng), numpy_dtype(plain_dtype("dtype", dtype))
         params = {}
         for name, shape in self.shapes.items():
             drawn = rng.normal(0, shape[0] ** -0.5, shape) if len(shape) > 1 else np.zeros(shape)

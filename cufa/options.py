@@ -146,7 +146,7 @@ def plain_seed(name: str, value: Any) -> int:
 
 def plain_dtype(name: str, value: Any) -> str:
     """An option that names one of the float dtypes, by its name or as NumPy writes it."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) and value is not None:  # None is NumPy's float64
         with contextlib.suppress(TypeError):
             value = dtype_name(np.dtype(value))
     if not (isinstance(value, str) and value in FLOAT_DTYPES):

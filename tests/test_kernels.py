@@ -188,6 +188,7 @@ def test_the_cache_key_sees_the_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"head_dim": -5}, cufa.ArgumentError, "head_dim is -5; .*at least 1"),
         ({"arch": 30}, cufa.ArgumentError, "arch is 30; .*at least 70"),
         ({"dtype": "int8"}, cufa.ArgumentError, "dtype is 'int8'; .*float16"),
+        ({"dtype": None}, cufa.ArgumentError, "dtype is None; .*float16"),
         ({"bias": np.ones(2)}, cufa.ArgumentError, r"bias is an array of shape \(2,\) .*float16"),
         ({"mask": np.ones(2)}, cufa.ArgumentError, r"mask is an array of shape \(2,\) .*True"),
         ({"window": None}, cufa.ArgumentError, "window is None; .*False, True"),
