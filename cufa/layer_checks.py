@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa import cpu, interop
+from cufa import cpu
 from cufa.arrays import CPU, Arrays, ForeignArray, describe, sign
 from cufa.attention import attention
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError
@@ -151,6 +151,8 @@ def check_attention(
     except ForeignArray:
         call = None
     if call is None:
+        from cufa import interop
+
         again = partial(check_attention, x, of_q, of_kv, return_lse, **plain)
         found: Signature = interop.lend(again, arrays, writes=None)
         return found
