@@ -117,7 +117,7 @@ def exact(
         p = np.exp(scores - base)
         delta = score_errors(q, k, base, **options)
         if weighs_by_old_maxima(q.dtype, algorithm):
-            delta = delta + eps * _height_above_last(scores)
+            delta = delta + eps * height_above_last(np, scores)
         delta = np.where(p == 0, 0, delta)
         average = (p * delta).sum(-1, keepdims=True)
         moved = np.where(p == 0, 0, np.minimum(p * np.expm1(delta + average), 1))
@@ -219,14 +219,18 @@ def weighs_by_old_maxima(dtype: np.dtype[Any], algorithm: str) -> bool:
     return dtype.itemsize == 2 and algorithm in ("auto", "fa3")
 
 
-def _height_above_last(scores: Array) -> Array:
-    """Of each row: how far the largest score is above that of the last key seen."""
-    if scores.shape[3] == 0:
-        return np.zeros((*scores.shape[:3], 1))
+def height_above_last(xp: Any, scores: Any) -> Any:
+    """Of each row, up to `FARTHEST`: how far the largest score is above that of the last key seen.
+
+    `xp` is numpy or cupy; the last axis is that of the keys, and has one element in the result.
+    """
+    keys = scores.shape[-1]
+    if keys == 0:
+        return xp.zeros((*scores.shape[:-1], 1))
     seen = scores > -np.inf
-    last = scores.shape[3] - 1 - seen[..., ::-1].argmax(-1, keepdims=True)
-    height = scores.max(-1, keepdims=True) - np.take_along_axis(scores, last, -1)
-    return np.where(seen.any(-1, keepdims=True), np.minimum(height, FARTHEST), 0)
+    last = keys - 1 - seen[..., ::-1].argmax(-1, keepdims=True)
+    height = scores.max(-1, keepdims=True) - xp.take_along_axis(scores, last, -1)
+    return xp.where(seen.any(-1, keepdims=True), xp.minimum(height, FARTHEST), 0)
 
 
 def score_errors(q: Any, k: Any, base: Array, **options: Any) -> Array:

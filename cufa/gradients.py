@@ -107,7 +107,11 @@ def plain_wrt(wrt: Any, arrays: Arrays) -> tuple[str, ...]:
     if wrt is None:
         return given
     names = (wrt,) if isinstance(wrt, str) else wrt
-    if not (isinstance(names, (tuple, list)) and names and all(map(_is_name, names))):
+    if not (
+        isinstance(names, (tuple, list))
+        and names
+        and all(isinstance(name, str) and name in NAMES for name in names)
+    ):
         raise ArgumentError(
             f"wrt is {shown(wrt)}; it must be a sequence of {', '.join(map(repr, NAMES))} (mask "
             "and alibi_slopes are constants), or None for all that are given"
@@ -116,10 +120,6 @@ def plain_wrt(wrt: Any, arrays: Arrays) -> tuple[str, ...]:
         if name not in given:
             raise ArgumentError(f"wrt asks for the gradient of {name}, and no {name} is given")
     return tuple(name for name in NAMES if name in names)
-
-
-def _is_name(name: Any) -> bool:
-    return isinstance(name, str) and name in NAMES
 
 
 def sign_backward(

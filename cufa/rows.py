@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa.arrays import Arrays
-from cufa.bounds import FARTHEST, growths, rounding, smallest, spacing, weighs_by_old_maxima
+from cufa.bounds import (
+    growths,
+    height_above_last,
+    rounding,
+    smallest,
+    spacing,
+    weighs_by_old_maxima,
+)
 from cufa.problem import Problem
 
 Array = NDArray[np.float64]
@@ -108,9 +115,11 @@ class _Formula:
         lse = top + xp.log(xp.exp(s - top).sum() + xp.exp(sink - top))
         base = xp.where(s.max() == -np.inf, 0, lse)
         p = xp.exp(s - base)
-        delta = self.eps * (dots + 4 * (later + abs(base)) + self._height_above_last(s))
+        delta = dots + 4 * (later + abs(base))
+        if self.blind:
+            delta = delta + height_above_last(xp, s)
         lost = s > -np.inf if self.q.dtype == np.float64 else p > 0
-        average, off = self._weight_bounds(p, xp.where(p == 0, 0, delta), lost)
+        average, off = self._weight_bounds(p, xp.where(p == 0, 0, self.eps * delta), lost)
 
         finite, share = xp.isfinite(s), p / p.sum()
         facts = [
@@ -158,14 +167,6 @@ class _Formula:
         if self.mask is not None:
             s = xp.where(self.mask[b, h, i, keys], s, -np.inf)
         return s, dots, later
-
-    def _height_above_last(self, s: Any) -> Any:
-        """How far the largest score is above that of the last key seen, where that matters."""
-        if not self.blind:
-            return 0
-        seen = s > -np.inf
-        last = s[s.size - 1 - seen[::-1].argmax()]
-        return self.xp.where(seen.any(), self.xp.minimum(s.max() - last, FARTHEST), 0)
 
     def _weight_bounds(self, p: Any, delta: Any, lost: Any) -> tuple[Any, Any]:
         """The average error of a row's scores, and how far each of its weights may be off, by

@@ -36,3 +36,22 @@ def normal(cupy: Any, *shape: int, dtype: str = "float16") -> Any:
     a = cupy.asarray(np.random.default_rng().standard_normal(shape), numpy_dtype(dtype))
     cupy.cuda.Device().synchronize()
     return a
+
+
+def check_graph_owns_what_it_needs(cupy: Any, mode: str, call: Callable[[], list[Any]]) -> None:
+    """A captured call gives the results it gave before, each time that its graph runs, though
+    CuPy's pool has given others all that it has; and it writes to nothing of theirs."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        want = [a.tobytes() for a in call()]
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        results = call()
+        graph = stream.end_capture()
+        taken = [cupy.full(1 << n, 255, "uint8") for n in range(5, 24) for _ in range(3)]
+        for _ in range(3):
+            for a in results:
+                a.fill(cupy.nan)
+            graph.launch(stream)
+            assert [a.tobytes() for a in results] == want
+        assert all(bool((a == 255).all()) for a in taken)

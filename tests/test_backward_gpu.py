@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from streams import check_graph_owns_what_it_needs
 
 import cufa
 from cufa import reference
@@ -54,22 +55,8 @@ def test_gradients_are_taken_in_the_current_stream(cupy, call):
 
 @pytest.mark.parametrize("mode", ["Relaxed", "Global"])
 def test_a_graph_of_gradients_owns_its_workspace(cupy, call, mode):
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        backward = partial(cufa.attention_backward, **call, deterministic=True)
-        want = bits(backward())
-        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
-        got = backward()
-        graph = stream.end_capture()
-        sizes = [1 << n for n in range(9, 24)]
-        taken = [cupy.full(size, 255, "uint8") for size in sizes for _ in range(3)]
-        for _ in range(3):
-            for a in got:
-                a.fill(cupy.nan)
-            graph.launch(stream)
-            assert bits(got) == want
-        assert all(bool((a == 255).all()) for a in taken)
+    backward = partial(cufa.attention_backward, **call, deterministic=True)
+    check_graph_owns_what_it_needs(cupy, mode, backward)
 
 
 @pytest.mark.parametrize("mode", ["Relaxed", "Global"])
@@ -84,22 +71,8 @@ def test_a_graph_of_gradients_owns_the_copies_of_its_arguments(cupy, call, mode)
     names = ("dout", "q", "k", "v", "out", "lse")
     given = {**call, **{name: spread(call[name]) for name in names}}
     given |= {"dlse": spread(call["lse"]), "sink": call["sink"].astype("float64")}
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        backward = partial(cufa.attention_backward, **given, deterministic=True)
-        want = bits(backward())
-        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
-        got = backward()
-        graph = stream.end_capture()
-        sizes = [1 << n for n in range(5, 24)]
-        taken = [cupy.full(size, 255, "uint8") for size in sizes for _ in range(3)]
-        for _ in range(3):
-            for a in got:
-                a.fill(cupy.nan)
-            graph.launch(stream)
-            assert bits(got) == want
-        assert all(bool((a == 255).all()) for a in taken)
+    backward = partial(cufa.attention_backward, **given, deterministic=True)
+    check_graph_owns_what_it_needs(cupy, mode, backward)
 
 
 def test_deterministic_gradients_have_the_same_bits_every_time(cupy, call):

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from streams import check_graph_owns_what_it_needs
 
 import cufa
 from cufa.bounds import exact
@@ -90,22 +91,7 @@ def test_a_graph_owns_what_memory_calls_need_beside_their_arrays(cupy, qkv, algo
         partial(cufa.attention, q, k, v, mask=mask, algorithm=algorithm, out=out)
         for mask, out in zip(masks, outs, strict=True)
     ]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        want = [call().copy() for call in calls]
-        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
-        for call in calls:
-            call()
-        graph = stream.end_capture()
-        sizes = [1 << n for n in range(9, 24)]
-        taken = [cupy.full(size, 255, "uint8") for size in sizes for _ in range(3)]
-        for _ in range(3):
-            for out in outs:
-                out.fill(cupy.nan)
-            graph.launch(stream)
-            assert all(bool((a == b).all()) for a, b in zip(outs, want, strict=True))
-        assert all(bool((a == 255).all()) for a in taken)
+    check_graph_owns_what_it_needs(cupy, mode, lambda: [call() for call in calls])
 
 
 @pytest.mark.parametrize("mode", ["Global", "Relaxed"])
@@ -120,22 +106,7 @@ def test_a_graph_owns_the_copies_of_its_arguments(cupy, dtype, mode):
         partial(cufa.attention, *arrays, sink=sink, alibi_slopes=abs(slopes), out=out)
         for arrays, out in zip(zip(*halves, strict=True), outs, strict=True)
     ]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        want = [call().copy() for call in calls]
-        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
-        for call in calls:
-            call()
-        graph = stream.end_capture()
-        sizes = [1 << n for n in range(5, 24)]
-        taken = [cupy.full(size, 255, "uint8") for size in sizes for _ in range(3)]
-        for _ in range(3):
-            for out in outs:
-                out.fill(cupy.nan)
-            graph.launch(stream)
-            assert all(bool((a == b).all()) for a, b in zip(outs, want, strict=True))
-        assert all(bool((a == 255).all()) for a in taken)
+    check_graph_owns_what_it_needs(cupy, mode, lambda: [call() for call in calls])
 
 
 def test_a_graph_of_several_calls_may_be_launched_again_and_again(cupy, qkv):

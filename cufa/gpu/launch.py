@@ -98,8 +98,10 @@ def run(machine: Machine, call: Signature, arrays: Arrays, seed: Any = None) -> 
     if arrays.out is not None:
         make_problem(call)  # its errors come before anything else
         check_overlap(arrays)
-    ready, conversions = _converted_and_ready(machine, call, arrays)  # errors precede any copy
-    if conversions:
+    ready = _prepare(machine, call, config.tuned)
+    if ready.conversions:
+        conversions = ready.conversions
+        ready = _prepare_converted(machine, call, arrays, conversions)  # errors precede any copy
         copies = {
             name: machine.contiguous(getattr(arrays, name), dtype)
             for name, dtype in conversions.items()
@@ -110,18 +112,16 @@ def run(machine: Machine, call: Signature, arrays: Arrays, seed: Any = None) -> 
 
 def launches_of(catalog: Catalog, call: Signature, arrays: Arrays) -> tuple[tuple[Any, Step], ...]:
     """What `run` would launch: kernels, as the catalog gives them, and their steps."""
-    return _converted_and_ready(catalog, call, arrays)[0].launches
-
-
-def _converted_and_ready(
-    catalog: Catalog, call: Signature, arrays: Arrays
-) -> tuple[_Ready, dict[str, str | None]]:
-    """A call ready but for its arrays, and which of these are to be copied before."""
     ready = _prepare(catalog, call, config.tuned)
-    if not ready.conversions:
-        return ready, ready.conversions
-    later = after_conversions(call, arrays, ready.conversions)
-    return _prepare(catalog, later, config.tuned), ready.conversions
+    if ready.conversions:
+        ready = _prepare_converted(catalog, call, arrays, ready.conversions)
+    return ready.launches
+
+
+def _prepare_converted(
+    catalog: Catalog, call: Signature, arrays: Arrays, conversions: dict[str, str | None]
+) -> _Ready:
+    return _prepare(catalog, after_conversions(call, arrays, conversions), config.tuned)
 
 
 @lru_cache(maxsize=4096)
@@ -204,9 +204,11 @@ def run_backward(
 
     `seed` is that of dropout.
     """
-    ready, conversions = _converted_and_ready_backward(machine, call, arrays, saved)
+    ready = _prepare_backward(machine, call, config.tuned)
     wanted = {f"d{name}": getattr(arrays, name) for name in call.wrt}
-    if conversions:
+    if ready.conversions:
+        conversions = ready.conversions
+        ready = _prepare_backward_converted(machine, call, arrays, saved, conversions)
         given = arrays._asdict() | saved._asdict()
         given |= {n: machine.contiguous(given[n], dtype) for n, dtype in conversions.items()}
         saved = Saved(**{name: given[name] for name in Saved._fields})
@@ -232,17 +234,21 @@ def backward_launches_of(
     catalog: Catalog, call: BackwardSignature, arrays: Arrays, saved: Saved
 ) -> tuple[tuple[Any, Step], ...]:
     """What `run_backward` would launch: kernels, as the catalog gives them, and their steps."""
-    return _converted_and_ready_backward(catalog, call, arrays, saved)[0].launches
-
-
-def _converted_and_ready_backward(
-    catalog: Catalog, call: BackwardSignature, arrays: Arrays, saved: Saved
-) -> tuple[_ReadyBackward, dict[str, str | None]]:
     ready = _prepare_backward(catalog, call, config.tuned)
-    if not ready.conversions:
-        return ready, ready.conversions
-    later = _after_backward_conversions(call, arrays, saved, ready.conversions)
-    return _prepare_backward(catalog, later, config.tuned), ready.conversions
+    if ready.conversions:
+        ready = _prepare_backward_converted(catalog, call, arrays, saved, ready.conversions)
+    return ready.launches
+
+
+def _prepare_backward_converted(
+    catalog: Catalog,
+    call: BackwardSignature,
+    arrays: Arrays,
+    saved: Saved,
+    conversions: dict[str, str | None],
+) -> _ReadyBackward:
+    later = _after_backward_conversions(call, arrays, saved, conversions)
+    return _prepare_backward(catalog, later, config.tuned)
 
 
 @lru_cache(maxsize=4096)
