@@ -14,17 +14,15 @@ import pytest
 from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paper_machine import PaperMachine
 from rich.console import Console
 
 import cufa
 from cufa import ArgumentError, UnsupportedError
-from cufa.arrays import Arrays, address_of, are_aligned, sign
 from cufa.bounds import Error, worst_error
 from cufa.gpu import launch
 from cufa.gpu.device import Device
 from cufa.gpu.registry import BACKWARD_KERNEL_NAMES, BACKWARD_KERNELS, KERNELS
-from cufa.gradients import NAMES, Saved, sign_backward
+from cufa.gradients import NAMES
 from cufa.options import ALGORITHMS
 from cufa.testing import (
     CONTIGUOUS,
@@ -36,7 +34,7 @@ from cufa.testing import (
     memories,
 )
 from cufa.tools import cli, verify
-from cufa.tools.backends import AROUND, NO_KERNEL, Backend, find_backends
+from cufa.tools.backends import AROUND, Backend, find_backends
 from cufa.tools.script import make_script
 from cufa.tools.search import Wish, search
 from cufa.tools.verify import Tally
@@ -55,10 +53,6 @@ def wrong(q, k, v, **options):
     return out, lse
 cufa.attention = wrong
 """
-
-
-#: Rows of head_dim 36 that start at multiples of 16 bytes; rows that do not.
-PADDED, ODD = Memory(margin=(0, 0, 0, 4)), Memory(offset=1)
 
 
 def asked_otherwise():
@@ -520,53 +514,6 @@ def test_the_table_at_the_end_has_the_quantiles_of_the_errors(capsys):
     want = ["cpu", "float16", "101", "0.500", "0.900", "0.990", "1.000"]
     want += ["5.0e+01", "9.0e+01", "9.9e+01", "1.0e+02"]
     assert want in [line.split() for line in capsys.readouterr().out.splitlines()]
-
-
-def launched(case):
-    """What launching a call, and then its gradients, launches, on paper."""
-    arrays, options = case.arrays(np), case.options(np)
-    machine = PaperMachine(CARD.device)
-    held = Arrays(*arrays, **{n: a for n, a in options.items() if n in Arrays._fields})
-    plain = {n: a for n, a in options.items() if n not in Arrays._fields}
-    call = sign(held, **{"algorithm": "auto", **plain}, return_lse=True)
-    call = call._replace(aligned=are_aligned(held))
-    out, lse = launch.run(machine, call, held)
-    forward = [step.key.kernel for step, _ in machine.launched]
-    machine.launched.clear()
-    dout, dlse = case.back(np)
-    saved = Saved(dout, out, lse, dlse)
-    back = sign_backward(call, saved, case.wrt, case.deterministic)
-    back = back._replace(aligned=(address_of(dout) | address_of(out)) % 16 == 0)
-    launch.run_backward(machine, back, held, saved)
-    return forward, [step.key.kernel for step, _ in machine.launched]
-
-
-@given(case=cases(max_elements=1 << 20, **asked_otherwise()))
-def test_the_kernels_named_are_those_launched(case):
-    arrays, options = case.arrays(np), case.options(np)
-    forward, backward = launched(case)
-    assert CARD.kernels(*arrays, **options) == ((*forward,) or (NO_KERNEL,))
-    named = CARD.backward_kernels(*case.back(np), *arrays, **options, **case.backward_options())
-    assert named == ((*backward,) or (NO_KERNEL,))
-
-
-@pytest.mark.parametrize(
-    ("changes", "kernel"),
-    [
-        ({}, "fa2_bwd"),
-        ({"dout_memory": Memory(offset=1)}, "fa2_bwd_simt"),
-        ({"dout_memory": Memory(margin=(0, 0, 0, 3))}, "fa2_bwd_simt"),
-        ({"head_dim": 36, "q_memory": PADDED, "k_memory": PADDED}, "fa2_bwd_simt"),
-        ({"deterministic": True, "constants": ("k", "v")}, "fa2_bwd_dq"),
-        ({"deterministic": True, "constants": ("k", "v"), "v_memory": ODD}, "fa2_bwd_dq_simt"),
-    ],
-)
-def test_which_kernel_gradients_take_is_said_by_all_their_arrays(changes, kernel):
-    """The results too: of head_dim 36 their rows are not aligned, though those of q and k are."""
-    case = Case(seqlen_q=20, dtype="float16", **changes)
-    arrays, options = case.arrays(np), {**case.options(np), **case.backward_options()}
-    named = CARD.backward_kernels(*case.back(np), *arrays, **options)
-    assert named[1] == kernel
 
 
 @settings(max_examples=30)
