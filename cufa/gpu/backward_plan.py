@@ -32,7 +32,7 @@ PLAIN_TILES = {
 class _Sizes(NamedTuple):
     """What the workspace holds, in elements of the accumulator's type."""
 
-    #: lse and D of every row.
+    #: `row_numbers` of every row.
     rows: int
     #: Sums of dQ; 0 if a kernel by queries computes it.
     dq_sums: int
@@ -57,11 +57,17 @@ def make_backward_plan(problem: BackwardProblem, device: Device) -> Plan:
 
 
 def workspace_of(problem: BackwardProblem) -> _Sizes:
-    """Two numbers for each query row, and head_dim more where dQ is gathered; rows of a head are
-    rounded up to a multiple of 128, head_dim to one of 32."""
+    """Numbers of each query row, and head_dim more where dQ is gathered; rows of a head are rounded
+    up to a multiple of 128, head_dim to one of 32."""
     forward = problem.forward
     rows = forward.batch * forward.heads * padded_rows(forward)
-    return _Sizes(2 * rows, rows * round_up(forward.head_dim, 32) * _is_gathered(problem))
+    gathered = rows * round_up(forward.head_dim, 32) * _is_gathered(problem)
+    return _Sizes(rows * row_numbers(forward.dtype), gathered)
+
+
+def row_numbers(dtype: str) -> int:
+    """What the workspace holds of each row beside sums: lse, D and of float32 whether it splits."""
+    return 3 if dtype == "float32" else 2
 
 
 def _is_gathered(problem: BackwardProblem) -> bool:

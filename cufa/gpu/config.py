@@ -79,7 +79,7 @@ class _Row(NamedTuple):
 
 
 #: Kernels whose shared memory holds what the arrays hold, not what it is computed in.
-_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90", "fa2_bwd", "fa2_bwd_dq")
+_TENSOR_CORES = ("fa1_fwd", "fa2_fwd", "fa3_fwd_sm90", "fa2_bwd", "fa2_bwd_tf32", "fa2_bwd_dq")
 _HOPPER = Device.of_arch(90)
 #: Not for attention itself: it looks at masks for kernels that want to know beforehand.
 MASK_TILES = "mask_tiles"
@@ -148,6 +148,8 @@ _MMA_BACKWARD = (
     _Row("fa2_bwd",      2,  80, _PLAIN,    None, 128, False, ANY, Config( 32,  64, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
     _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 128, False, ANY, Config( 64,  32, 128, 2, 1)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 224, False, ANY, Config( 64,  32, 128, 2, 1)),
@@ -244,6 +246,8 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
             config.stages * m * (size * (head_dim + head_dim_v) + 2 * 4)
         )  # lse and D are float32
         return size * n * (head_dim + head_dim_v) + 3 * size * m * n + loaded
+    if kernel == "fa2_bwd_tf32":
+        return size * ((m + n) * (head_dim + head_dim_v) + m * n + 3 * m)
     if kernel == "fa2_bwd_dq":
         return size * (m + 2 * n) * (head_dim + head_dim_v)
     if kernel == "fa3_fwd_sm90":

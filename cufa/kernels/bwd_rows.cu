@@ -2,11 +2,13 @@
 // Source: Dao, arXiv:2307.08691, Algorithm 2, lines 3 and 4.
 //
 //   in    o [B, H, Tq, Dv]   dout [B, H, Tq, Dv]   lse [B, H, Tq]   dlse [B, H, Tq] or none
+//   in    q [B, H, Tq, D]    float32
 //   out   workspace          BackwardRows; sums of dQ are 0 if this kernel has kDq
 //   grid  B * H * padded rows / kBlockM          block kThreads; kRowLanes lanes share a row
 #include "attn/backward_rows.cuh"
 #include "ptx/thread.cuh"
 #include "tile/reduce.cuh"
+#include "tile/tf32.cuh"
 
 constexpr int kRun = kAligned ? 16 / sizeof(Elem) : 1;  // elements that a lane loads at once
 
@@ -19,12 +21,14 @@ constexpr int kRowLanes = lanes_for(kHeadDimV / kRun);
 constexpr int kRowsAtOnce = kThreads / kRowLanes;
 static_assert(kBlockM % kRowsAtOnce == 0);
 
+DEVICE int row_lane() { return ptx::tid_x() % kRowLanes; }
+
 // This lane's part of rowsum(dO * O).
 DEVICE Real dot_of(const Elem* dout, const Elem* o, int cols) {
   Real sum = 0;
 #pragma unroll
   for (int i = 0; i < kHeadDimV; i += kRowLanes * kRun) {
-    const int col = i + ptx::tid_x() % kRowLanes * kRun;
+    const int col = i + row_lane() * kRun;
     if (col + kRun <= cols) {
       const auto a = *reinterpret_cast<const Vec<Elem, kRun>*>(dout + col);
       const auto b = *reinterpret_cast<const Vec<Elem, kRun>*>(o + col);
@@ -38,6 +42,23 @@ DEVICE Real dot_of(const Elem* dout, const Elem* o, int cols) {
   return sum;
 }
 
+// How many numbers of this lane's part of a row do not split.
+DEVICE Real unsplit(const Elem* row, int cols) {
+  Real count = 0;
+  if constexpr (kDType == kFloat32) {
+    for (int col = row_lane() * kRun; col < cols; col += kRowLanes * kRun) {
+      if (col + kRun <= cols) {
+        const auto run = *reinterpret_cast<const Vec<Elem, kRun>*>(row + col);
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) count += splits(run.x[e]) ? 0 : 1;
+      } else {
+        for (int e = col; e < cols; ++e) count += splits(row[e]) ? 0 : 1;
+      }
+    }
+  }
+  return count;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 bwd_rows(const __grid_constant__ BackwardParams p) {
   const Tile tile(p, ptx::ctaid_x());
@@ -47,14 +68,16 @@ bwd_rows(const __grid_constant__ BackwardParams p) {
   for (int i = 0; i < kBlockM; i += kRowsAtOnce) {
     const int row = tile.row0 + i + ptx::tid_x() / kRowLanes;
     const bool exists = row < p.seqlen_q;
-    Real lse = infinity(), delta = 0;
+    Real lse = infinity(), delta = 0, whole = 0;
     if (exists) {
+      const Elem* const dout = tile.dout(p) + row * p.dout_stride.row;
       lse = static_cast<const Real*>(p.lse)[head + row];
-      delta = dot_of(tile.dout(p) + row * p.dout_stride.row, tile.o(p) + row * p.o_stride.row,
-                     p.head_dim_v);
+      delta = dot_of(dout, tile.o(p) + row * p.o_stride.row, p.head_dim_v);
+      whole = unsplit(dout, p.head_dim_v) + unsplit(tile.q(p) + row * p.q_stride.row, p.head_dim);
     }
     delta = row_sum<kRowLanes>(delta);
-    if (ptx::tid_x() % kRowLanes != 0) continue;
+    if constexpr (kDType == kFloat32) whole = row_sum<kRowLanes>(whole);
+    if (row_lane() != 0) continue;
     if (exists && p.dlse) delta -= static_cast<const Real*>(p.dlse)[head + row];
     // What comes back to others goes nowhere.
     const bool counts = exists && !(lse < -Real(kMostLse));
@@ -62,6 +85,7 @@ bwd_rows(const __grid_constant__ BackwardParams p) {
     if (sizeof(Elem) == 2 && lse > Real(kMostLse)) lse = Real(kMostLse);
     rows.lse[row] = counts ? lse : infinity();
     rows.delta[row] = counts ? delta : Real(0);
+    if constexpr (kDType == kFloat32) rows.splits[row] = whole == 0 ? 1 : 0;
   }
   if constexpr (kDq) {
     auto* sums = reinterpret_cast<Vec<Real, kRealVec>*>(rows.dq_sums + i64(tile.row0) * kHeadDim);

@@ -50,6 +50,7 @@ fa2_bwd_dq(const __grid_constant__ BackwardParams p) {
   const TileO dout_smem{q_smem.base + TileQ::kBytes};
   const u32 pairs = dout_smem.base + TileO::kBytes;
 
+  const BackwardRows rows(p, tile);
   GradientQ dq;
   dq.clear();
   if (keys.first < keys.last) {
@@ -59,7 +60,6 @@ fa2_bwd_dq(const __grid_constant__ BackwardParams p) {
     Keys(pairs, keys.first).load_async(p, tile, keys.first);  // in one group with Q and dO
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();                              // dO is here
-    const BackwardRows rows(p, tile);
     clear_rows(dout_smem, [&](int row) { return !rows.sees_keys(tile.row0 + row); });
   }
   for (int n = keys.first; n < keys.last; ++n) {
@@ -73,9 +73,9 @@ fa2_bwd_dq(const __grid_constant__ BackwardParams p) {
     const auto hide = [&](Scores& x) {
       if (keys.is_partial(n)) apply_mask(x, p, tile, key0);
     };
-    score_gradients<Back::kProduct>(s, ds, p, tile, key0, hide, [&](Scores& x) {
-      matmul_nt(x, dout_smem, now.v);             // dP = dO V^T
-    });                                           // S becomes P, dP becomes dS
+    score_gradients<Back::kProduct>(              // S becomes P, dP becomes dS
+        s, ds, p, tile, key0, rows.lse + tile.row0, rows.delta + tile.row0, hide,
+        [&](Scores& x) { matmul_nt(x, dout_smem, now.v); });  // dP = dO V^T
     matmul_nn(dq, narrow(ds), now.k);             // dQ += dS K
   }
 

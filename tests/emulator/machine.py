@@ -13,7 +13,7 @@ import numpy as np
 import cufa
 from cufa.arrays import Arrays, address_of, are_aligned, sign
 from cufa.gpu import launch
-from cufa.gpu.backward_plan import make_backward_plan
+from cufa.gpu.backward_plan import make_backward_plan, row_numbers
 from cufa.gpu.config import BWD_QUERIES, BWD_QUERIES_MMA, BWD_ROWS, BWD_SINK
 from cufa.gpu.device import Device
 from cufa.gpu.params import BACKWARD_PARAMS, PARAMS, Buffers, GradientBuffers
@@ -56,7 +56,7 @@ def _stored(key: KernelKey) -> list[str]:
 
 
 def _access_of_workspace(key: KernelKey) -> tuple[Access | None, Access | None]:
-    """What it does to lse and D there, and to the sums of dQ."""
+    """What it does to the numbers of rows there, and to the sums of dQ."""
     if key.kernel == BWD_ROWS:
         return Access.WRITE_ONCE, Access.WRITE_ONCE if key.dq else None
     if key.kernel in _QUERIES:
@@ -142,11 +142,12 @@ class Emulator:
         arrays = {n: (a, Access.READ) for n, a in inputs.items() if n != "workspace"}
         arrays |= {n: (results[n], Access.WRITE_ONCE) for n in _stored(step.key)}
         p = params[0]
-        rows = int(2 * p["batch"] * p["forward"]["heads"]["value"] * p["padded_rows"])
+        heads = p["batch"] * p["forward"]["heads"]["value"]
+        rows = int(row_numbers(step.key.dtype) * heads * p["padded_rows"])
         whole = np.empty(0) if buffers.workspace is None else buffers.workspace
         parts = whole[:rows], whole[rows:]
         for name, part, access in zip(
-            ("lse and D", "sums of dQ"), parts, _access_of_workspace(step.key), strict=True
+            ("numbers of rows", "sums of dQ"), parts, _access_of_workspace(step.key), strict=True
         ):
             if access is not None:
                 arrays[name] = (part, access)

@@ -1,5 +1,6 @@
 // What the backward pass knows of each query row: in the workspace, for every head padded_rows of
-// lse, then of D, then, where dQ is gathered from many blocks, of its sums.
+// lse, then of D, of float32 whether the row splits, then, where dQ is gathered from many blocks, of
+// its sums.
 #pragma once
 #include "attn/tile.cuh"
 #include "base/math.cuh"
@@ -14,6 +15,7 @@ constexpr f64 kMostLse = 1.38 * (sizeof(Real) == 8 ? 0x1p1023 : 0x1p127);
 struct BackwardRows {
   Real* lse;      // natural log; +inf where there is no row, or one that counts as seeing no key
   Real* delta;    // D = rowsum(dO * O) - dlse; 0 there
+  Real* splits;   // float32: 1 if tensor cores may multiply its Q and dO (tile/tf32.cuh), else 0
   Real* dq_sums;  // [padded_rows][kHeadDim], without the scale
 
   DEVICE BackwardRows(const BackwardParams& p, int batch, int head) {
@@ -22,7 +24,8 @@ struct BackwardRows {
     Real* rows = static_cast<Real*>(p.workspace);
     lse = rows + before;
     delta = rows + all + before;
-    dq_sums = rows + 2 * all + before * kHeadDim;
+    splits = rows + 2 * all + before;
+    dq_sums = rows + (kDType == kFloat32 ? 3 : 2) * all + before * kHeadDim;
   }
   DEVICE BackwardRows(const BackwardParams& p, const Tile& tile)
       : BackwardRows(p, tile.batch, tile.head) {}

@@ -68,7 +68,8 @@ struct BackwardTiles {
     const auto hide = [&](Scores& x) {
       if (keys.is_partial(n) || ends) apply_mask(x, p, tile, key0);
     };
-    score_gradients<kTo>(s, ds, p, tile, key0, hide,
+    const BackwardRows rows(p, tile);
+    score_gradients<kTo>(s, ds, p, tile, key0, rows.lse + tile.row0, rows.delta + tile.row0, hide,
                          [&](Scores& x) { matmul_nt<2>(x, dout, v); });  // dP = dO V^T
   }
 };

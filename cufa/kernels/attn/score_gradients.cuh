@@ -54,26 +54,27 @@ enum class Back { kBias, kProduct };
 // s = Q K^T of a key tile becomes P, and ds is dS = P * (dP - D). `hide(s)` masks s, and
 // `multiply_values(ds)` makes dP = dO V^T, once the registers that masks and biases need are free.
 // Of weights that dropout drops P and dP become 0, but a P of NaN stays; dP of the others is
-// multiplied by kept_scale, and dV, which is the last to have P, is to be.
+// multiplied by kept_scale, and dV, which is the last to have P, is to be. lse and D of the tile's
+// rows begin at `lse_of` and `delta_of`.
 template <Back kTo, class Scores, class Hide, class Product>
 DEVICE void score_gradients(Scores& s, Scores& ds, const BackwardParams& p, const Tile& tile,
-                            int key0, Hide hide, Product multiply_values) {
+                            int key0, const Real* lse_of, const Real* delta_of, Hide hide,
+                            Product multiply_values) {
   constexpr bool kThroughCap = kSoftcap && kTo == Back::kProduct;
   Scores slope;
   if constexpr (kThroughCap) slope_of_cap(slope, s, p);
   score_mod(s, p, tile, key0);
   hide(s);
-  const BackwardRows rows(p, tile);
   Real lse[Scores::kRows];
 #pragma unroll
-  for (int r = 0; r < Scores::kRows; ++r) lse[r] = rows.lse[tile.row0 + s.row(r)];
+  for (int r = 0; r < Scores::kRows; ++r) lse[r] = lse_of[s.row(r)];
   weights_of(s, lse, p);
   const KeptWeights<Scores> kept(p, tile, key0);
   multiply_values(ds);
   kept.drop(ds);
 #pragma unroll
   for (int r = 0; r < Scores::kRows; ++r) {
-    const Real delta = rows.delta[tile.row0 + s.row(r)];
+    const Real delta = delta_of[s.row(r)];
 #pragma unroll
     for (int c = 0; c < Scores::kCols; ++c)
       ds.at(r, c) = s.at(r, c) * (ds.at(r, c) * kept_scale(p) - delta);

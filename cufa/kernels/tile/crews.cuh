@@ -5,6 +5,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "tile/mma_fragment.cuh"
+#include "tile/transposed.cuh"
 
 constexpr int kCrew = kThreads / 64;
 constexpr int kKeyTiles = kBlockN / (16 * kCrew);
@@ -15,12 +16,7 @@ DEVICE int first_key() { return 16 * kKeyTiles * (warp() % kCrew); }
 // Scores of a warp's keys, transposed: S^T = K Q^T. So P^T and dS^T are left operands of the
 // products that end in dV and dK, as they are. To those who ask, rows are queries and columns keys,
 // as in any fragment of scores.
-template <int kQueryTiles> struct KeyScores : MmaFragment<kKeyTiles, kQueryTiles> {
-  static constexpr int kRows = 2 * kQueryTiles, kCols = 2 * kKeyTiles;
-  static constexpr int kRowHalf = 2, kColHalf = 1;
-
-  DEVICE f32& at(int r, int c) { return this->x[c / 2][r / 2][2 * (c % 2) + r % 2]; }
-  DEVICE static int row(int r) { return 2 * (lane() % 4) + 8 * (r / 2) + r % 2; }
+template <int kQueryTiles> struct KeyScores : Transposed<MmaFragment<kKeyTiles, kQueryTiles>> {
   DEVICE static int col(int c) { return first_key() + lane() / 4 + 8 * c; }
 };
 
