@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product
+from itertools import count, cycle, product
 from typing import Any
 from unittest import mock
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 SPECS = [spec for specs in BACKWARD_KERNELS.values() for spec in specs]
 ALIGNED = {spec.name for spec in SPECS if spec.aligned}
 #: Units of each tile.
-UNITS = {"fa2_bwd": 4, "fa2_bwd_dq": 3}
+UNITS = {"fa2_bwd": 4, "fa2_bwd_tf32": 4, "fa2_bwd_dq": 3}
 SMALL = 1 << 17
 
 
@@ -68,8 +68,10 @@ def sampled_units() -> Iterator[KernelKey]:
         for (kernel, *_), of_place in kinds.items()
         for scores in of_place
     }
-    for i, (place, found) in enumerate(members.items()):
+    tiles: dict[str, Iterator[int]] = defaultdict(count)
+    for place, found in members.items():
         kernel, _, tile = place
+        i = next(tiles[kernel])
         fitting = sorted(found, key=lambda of: of[1][1] + of[1][2])  # small ones run fastest
         dtypes = sorted({member[0] for _, member in fitting})
         scores = kinds_of(kernel, list(kinds[place]))
@@ -312,14 +314,13 @@ def test_tiles_that_see_none_of_the_keys_are_not_computed(
         attention_backward(machine, out, q, k, v, out, lse, wrt=["q", "k"], **options)
     scores, keys = np.ones((seqlen_q, seqlen_k)), np.eye(seqlen_k)
     weights, _ = cufa.reference.attention(scores, keys, keys, **options)
-    ((tile, count),) = added
-    rows = [
-        min(tile.block_m, seqlen_q - i)
+    ((tile, additions),) = added
+    tiles = sum(
+        weights[i : i + tile.block_m, j : j + tile.block_n].any()
         for i in range(0, seqlen_q, tile.block_m)
         for j in range(0, seqlen_k, tile.block_n)
-        if weights[i : i + tile.block_m, j : j + tile.block_n].any()
-    ]
-    assert count == sum(rows) * 64 // 4
+    )
+    assert additions == tiles * tile.block_m * 64 // 4
 
 
 def test_the_workspace_is_what_the_documentation_says() -> None:

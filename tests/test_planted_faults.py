@@ -52,7 +52,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 
 ARCH = 90
 #: Where a kernel is the first choice.
-ARCHS = {"fa2_fwd_simt": 75}
+ARCHS = {"fa2_fwd_simt": 75, "fa2_bwd_simt": 75}
 SCHEDULES = (
     Schedule(Order.FIRST),
     Schedule(Order.LAST),

@@ -148,8 +148,13 @@ _MMA_BACKWARD = (
     _Row("fa2_bwd",      2,  80, _PLAIN,    None, 128, False, ANY, Config( 32,  64, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 2, 1)),
     _Row("fa2_bwd",      2,  80, _MIXED,    None, 256, False, ANY, Config( 32,  32, 128, 1, 1)),
-    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
-    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 128, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("fa2_bwd_tf32", 4,  80, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None,  64, False, ANY, Config( 32,  64, 128, 1, 2)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 128, False, ANY, Config( 64,  64, 256, 1, 1)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 128, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 224, False, ANY, Config( 32,  64, 256, 1, 1)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 224, False, ANY, Config( 32,  32, 128, 1, 1)),
+    _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 224, False, ANY, Config( 32,  16,  64, 1, 1)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
     _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 128, False, ANY, Config( 64,  32, 128, 2, 1)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 224, False, ANY, Config( 64,  32, 128, 2, 1)),
@@ -247,7 +252,7 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
         )  # lse and D are float32
         return size * n * (head_dim + head_dim_v) + 3 * size * m * n + loaded
     if kernel == "fa2_bwd_tf32":
-        return size * ((m + n) * (head_dim + head_dim_v) + m * n + 3 * m)
+        return size * ((m + n) * (head_dim + head_dim_v) + 2 * m * n + 2 * m)
     if kernel == "fa2_bwd_dq":
         return size * (m + 2 * n) * (head_dim + head_dim_v)
     if kernel == "fa3_fwd_sm90":

@@ -108,7 +108,7 @@ KERNELS = (
 BACKWARD_KERNELS = {
     "keys": (
         KernelSpec("fa2_bwd",            "fa2", _16_BITS,     256, 80, True),
-        KernelSpec("fa2_bwd_tf32",       "fa2", ("float32",), 128, 80, True),
+        KernelSpec("fa2_bwd_tf32",       "fa2", ("float32",), 224, 80, True),
         KernelSpec("fa2_bwd_simt",       "fa2", FLOAT_DTYPES, 256, 70, False),
     ),
     "queries": (

@@ -8,8 +8,8 @@
 //   grid  B * Hkv * ceil(Tk / kBlockN)          block kThreads; a warp owns kBlockN / warps keys
 //   smem  one tile each of K, V, Q, dO and dS; lse and D
 //
-// Numbers are sums of two of TF32 (tile/wide_fragment.cuh). A step that has others is done on CUDA
-// cores.
+// Numbers are sums of two of TF32 (tile/wide_fragment.cuh). A block that meets others does all of
+// its work on CUDA cores.
 #include "attn/epilogue.cuh"
 #include "attn/query_walk.cuh"
 #include "attn/row_numbers.cuh"
@@ -21,22 +21,33 @@
 #include "tile/tf32.cuh"
 #include "tile/transposed.cuh"
 
-constexpr int kWarps = kThreads / 32;
-constexpr int kKeyTiles = kBlockN / (16 * kWarps);
-// dQ of a step: a warp has 32 columns of kRowTiles * 16 rows at a time.
-constexpr int kRowTiles = kBlockM / 32 * (kHeadDim / 32) % kWarps == 0 ? 2 : 1;
-struct Sums {
-  WideFragment<kKeyTiles, kHeadDim / 8, true> dk;
-  WideFragment<kKeyTiles, kHeadDimV / 8, true> dv;
-};
-
-static_assert(kBlockN == kKeyTiles * 16 * kWarps, "every warp owns whole 16-key tiles");
+// Warps that share 16 keys: each computes the scores of as many queries, and sums of as many slabs
+// of 32 columns.
+constexpr int kWarps = kThreads / 32, kKeyWarps = kBlockN / 16, kShare = kWarps / kKeyWarps;
+constexpr int kQueries = kBlockM / kShare;
+static_assert(kWarps == kShare * kKeyWarps && kKeyWarps < 16 && kQueries % 16 == 0);
 static_assert(kDType == kFloat32 && kAligned && kStages == 1);
 
-// S^T = K Q^T, so that P^T and dS^T are left operands of the products that end in dV and dK as they
-// are. To those who ask, rows are queries and columns keys.
-template <class Unit>
-using KeyScores = Transposed<typename Unit::template Scores<kKeyTiles, kBlockM / 8>>;
+DEVICE int first_key() { return 16 * (warp() % kKeyWarps); }
+DEVICE int share() { return warp() / kKeyWarps; }
+
+// S^T = K Q^T, so that P^T and dS^T are left operands of the products that end in dV and dK. To
+// those who ask, rows are queries, from `kFirst` shares on, and columns keys.
+template <class Unit, int kCount>
+struct KeyScores : Transposed<typename Unit::template Scores<1, kCount / 8>> {
+  using Base = Transposed<typename Unit::template Scores<1, kCount / 8>>;
+  DEVICE static int row(int r) { return (kCount < kBlockM ? kCount * share() : 0) + Base::row(r); }
+  DEVICE static int col(int c) { return first_key() + lane() / 4 + 8 * c; }
+};
+
+// A warp's sums over queries, a row for each of its keys: slabs share(), share() + kShare, ...
+struct Slab : WideFragment<1, 4, true> {
+  DEVICE static int row(int r) { return first_key() + lane() / 4 + 8 * r; }
+};
+DEVICE constexpr int own_slabs(int cols) { return ceil_div(cols / 32, kShare); }
+struct Sums {
+  Slab dk[own_slabs(kHeadDim)], dv[own_slabs(kHeadDimV)];
+};
 
 struct Tiles {
   using TileK = SwizzledTile<kBlockN, kHeadDim>;
@@ -45,13 +56,13 @@ struct Tiles {
   using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
   using TileS = SwizzledTile<kBlockM, kBlockN>;    // of dS
   static constexpr int kBytes = TileK::kBytes + TileV::kBytes + TileQ::kBytes + TileO::kBytes +
-                                TileS::kBytes + RowNumbers::kBytes;
+                                2 * TileS::kBytes + RowNumbers::kBytes;
 
   TileK k;
   TileV v;
   TileQ q;
   TileO dout;
-  TileS ds;
+  TileS p, ds;
   RowNumbers numbers;
 
   DEVICE explicit Tiles(u32 smem)
@@ -59,12 +70,14 @@ struct Tiles {
         v{k.base + TileK::kBytes},
         q{v.base + TileV::kBytes},
         dout{q.base + TileQ::kBytes},
-        ds{dout.base + TileO::kBytes},
+        p{dout.base + TileO::kBytes},
+        ds{p.base + TileS::kBytes},
         numbers(ds.base + TileS::kBytes) {}
 
   DEVICE void load_keys_async(const BackwardParams& p, const KeyTile& keys) const {
     copy_rows_async(k, keys.k(p), p.k_stride.row, keys.key0(), p.seqlen_k, p.head_dim);
     copy_rows_async(v, keys.v(p), p.v_stride.row, keys.key0(), p.seqlen_k, p.head_dim_v);
+    ptx::cp_async_commit_group();
   }
   DEVICE void load_queries_async(const BackwardParams& p, const Tile& rows) const {
     copy_rows_async(q, rows.q(p), p.q_stride.row, rows.row0, p.seqlen_q, p.head_dim);
@@ -84,64 +97,94 @@ struct Tiles {
     }
     return all;
   }
-
-  // Puts dS of this warp's keys where add_queries reads it. Of eight keys the even ones come first:
-  // ldmatrix then gives a lane those that matmul_nn takes from it.
-  template <class Scores> DEVICE void store(Scores& changes) const {
-    const int key = lane() / 4, chunk = 4 * kKeyTiles * warp() + key % 2;
-    const TileS own{ds.slab(chunk / 8)};
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      auto to = own.origin(changes.row(odd), chunk % 8);
-      to.whole += 4 * (key / 2);
-#pragma unroll
-      for (int r = odd; r < changes.kRows; r += 2)
-#pragma unroll
-        for (int c = 0; c < changes.kCols; ++c)
-          shared<f32>(TileS::at(to, r / 2 * 8, c)) = changes.at(r, c);
-    }
-  }
 };
 
 static_assert(kSmemBytes == Tiles::kBytes, "gpu/config.py");
 
+// P or dS of this warp's keys, in shared memory. Of eight keys the even ones come first: so ldmatrix
+// gives a lane of add_queries those that matmul_nn takes from it.
+template <class Scores, class Use>
+DEVICE void each_place(Tiles::TileS tile, Scores& s, Use use) {
+  constexpr int kPitch = min_of(kBlockN, Tiles::TileS::kSlabCols);  // numbers of a row of a slab
+  const int key = lane() / 4, chunk = first_key() / 4 + key % 2;
+  const Tiles::TileS own{tile.slab(chunk / 8)};
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd) {
+    auto from = own.origin(s.row(odd), chunk % 8);
+    from.whole += 4 * (key / 2), from.last += 4 * (key / 2);
+#pragma unroll
+    for (int c = 0; c < s.kCols; ++c) {
+      f32* const column = &shared<f32>(Tiles::TileS::at(from, 0, c));
+#pragma unroll
+      for (int r = odd; r < s.kRows; r += 2)
+        use(column[r / 2 * 8 * kPitch], s.at(r, c));
+    }
+  }
+}
+template <class Scores> DEVICE void store(Tiles::TileS tile, Scores& s) {
+  each_place(tile, s, [](f32& place, f32& x) { place = x; });
+}
+template <class Scores> DEVICE void load(Scores& s, Tiles::TileS tile) {
+  each_place(tile, s, [](f32& place, f32& x) { x = *const_cast<volatile f32*>(&place); });
+}
+
+// This warp's sums += weights^T x.
+template <class Unit, int kOwn, int kCols>
+DEVICE void add_product(Slab (&sums)[kOwn], Tiles::TileS weights, SwizzledTile<kBlockM, kCols> x) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int slab = i * kShare + share();
+    if (slab >= kCols / 32) continue;
+    KeyScores<Unit, kBlockM> own;                 // once more for each slab, to save registers
+    load(own, weights);
+    matmul_nn(sums[i], own, SwizzledTile<kBlockM, 32>{x.slab(slab)});
+  }
+}
+
 // What a step adds to dV and dK; leaves dS in shared memory.
 template <class Unit>
-DEVICE void add_keys(Sums& sums, const Tiles& smem, const BackwardParams& p, const Tile& rows,
-                     int key0, bool whole) {
-  KeyScores<Unit> s, ds;
-  matmul_nt(s, smem.k, smem.q);                   // S^T = K Q^T                        // line 10
-  const auto hide = [&](KeyScores<Unit>& x) {
-    if (kMask || !whole) apply_mask(x, p, rows, key0);
+DEVICE void add_keys(Sums& sums, const Tiles& smem, const BackwardParams& p,
+                     const QueryWalk& walk) {
+  using Scores = KeyScores<Unit, kQueries>;
+  const Tile rows = walk.rows();
+  const int key0 = walk.keys.key0();
+  // matmul_nt takes rows 16 * warp() and on from its left operand.
+  const int up = kBlockN * share(), down = kQueries * share();
+  Scores s, ds;
+  matmul_nt(s, smem.k.from_row(-up), smem.q.from_row(down));  // S^T = K Q^T            // line 10
+  const auto hide = [&](Scores& x) {
+    if (kMask || !walk.are_whole(rows.row0, kBlockM)) apply_mask(x, p, rows, key0);
   };
   score_gradients<Back::kProduct>(                // S becomes P, dP becomes dS  // lines 11 and 14
       s, ds, p, rows, key0, smem.numbers.lse, smem.numbers.delta, hide,
-      [&](KeyScores<Unit>& x) { matmul_nt(x, smem.v, smem.dout); });  // dP^T = V dO^T  // line 13
-  if constexpr (kDq) smem.store(ds);
-  if constexpr (kDv) matmul_nn(sums.dv, s, smem.dout);  // dV += P^T dO                      // line 12
-  if constexpr (kDk) matmul_nn(sums.dk, ds, smem.q);    // dK += dS^T Q                      // line 16
+      [&](Scores& x) {                            // dP^T = V dO^T                      // line 13
+        matmul_nt(x, smem.v.from_row(-up), smem.dout.from_row(down));
+      });
+  store(smem.p, s);
+  store(smem.ds, ds);
+  if constexpr (kShare == 1) ptx::bar_warp_sync();  // those of the same keys have stored
+  else ptx::bar_sync(1 + warp() % kKeyWarps, 32 * kShare);
+  if constexpr (kDv) add_product<Unit>(sums.dv, smem.p, smem.dout);  // dV += P^T dO    // line 12
+  if constexpr (kDk) add_product<Unit>(sums.dk, smem.ds, smem.q);    // dK += dS^T Q    // line 16
 }
 
-// What it adds to dQ, once all of dS is there.
+// What it adds to dQ, once all of dS is there: a warp has 16 rows of a slab at a time.
 template <class Unit> DEVICE void add_queries(const Tiles& smem, f32* sums) {
-  using Changes = typename Unit::template Scores<kRowTiles, kBlockN / 8>;
-  constexpr int kAcross = kHeadDim / 32;
+  using Changes = typename Unit::template Scores<1, kBlockN / 8>;
+  constexpr int kSlabs = kHeadDim / 32;
 #pragma unroll 1
-  for (int i = warp(); i < kBlockM / (16 * kRowTiles) * kAcross; i += kWarps) {
-    const int row0 = i / kAcross * 16 * kRowTiles, slab = i % kAcross;
+  for (int i = warp(); i < kBlockM / 16 * kSlabs; i += kWarps) {
+    const int row0 = i / kSlabs * 16, slab = i % kSlabs;
     const RowReader<true, kBlockM, kBlockN> rows(smem.ds, row0);
     Changes ds;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m)
+    for (int k = 0; k < kBlockN / 16; ++k) {
+      f32 x[2][2][2];
+      rows.load(x, 0, k);
 #pragma unroll
-      for (int k = 0; k < kBlockN / 16; ++k) {
-        f32 x[2][2][2];
-        rows.load(x, 16 * m, k);
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          ds.x[m][2 * k + e / 4][e % 4] = x[e / 4][e % 2][e / 2 % 2];
-      }
-    WideFragment<kRowTiles, 4, true> dq;
+      for (int e = 0; e < 8; ++e) ds.x[0][2 * k + e / 4][e % 4] = x[e / 4][e % 2][e / 2 % 2];
+    }
+    WideFragment<1, 4, true> dq;
     dq.clear();
     matmul_nn(dq, ds, SwizzledTile<kBlockN, 32>{smem.k.slab(slab)});  // dQ += dS K     // line 15
 #pragma unroll
@@ -154,76 +197,77 @@ template <class Unit> DEVICE void add_queries(const Tiles& smem, f32* sums) {
   }
 }
 
-// All that it does. `prefetch()` is called once Q and dO were used.
-template <class Unit, class Prefetch>
-DEVICE void step(Sums& sums, const Tiles& smem, const BackwardParams& p, const Tile& rows, int key0,
-                 bool whole, Prefetch prefetch) {
-  add_keys<Unit>(sums, smem, p, rows, key0, whole);
-  ptx::bar_sync();                                // dS is here; Q and dO were used
-  prefetch();
-  if constexpr (kDq)
-    add_queries<Unit>(smem, BackwardRows(p, rows).dq_sums + i64(rows.row0) * kHeadDim);
+// Whether all of this thread's share of the rows of some tiles split.
+DEVICE bool rows_split(const BackwardParams& p, QueryWalk walk) {
+  bool all = true;
+  for (; !walk.is_over(); walk.advance()) {
+    const Tile rows = walk.rows();
+    for (int i = ptx::tid_x(); i < kBlockM; i += kThreads)
+      all &= BackwardRows(p, rows).splits[rows.row0 + i] != 0;
+  }
+  return all;
 }
 
-// On CUDA cores, and called: inside the loop it would take registers from what is done there.
-CALLED void exact_step(Sums& sums, Tiles smem, const BackwardParams& p, Tile rows, int key0,
-                       bool whole) {
-  step<CudaCores>(sums, smem, p, rows, key0, whole, [] {});
+// Whether tensor cores may do what a block has to.
+DEVICE bool block_splits(const BackwardParams& p) {
+  const KeyTile keys(p, ptx::ctaid_x());
+  const Tiles smem(ptx::smem_address(ptx::dynamic_smem()));
+  smem.load_keys_async(p, keys);
+  ptx::cp_async_wait_group<0>();
+  ptx::bar_sync();                                // K and V are here
+  return !ptx::bar_red_or(!smem.keys_split() || !rows_split(p, QueryWalk(p, keys)));
 }
+
+template <int kOwn>
+DEVICE void store_sums(Slab (&sums)[kOwn], Real scale, int row0, int rows, int cols, Elem* to,
+                       i64 stride) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int col0 = 32 * (i * kShare + share());
+#pragma unroll
+    for (int r = 0; r < sums[i].kRows; ++r) scale_row(sums[i], r, scale);
+    store_rows(sums[i], row0, rows, cols - col0,
+               [&](int row) { return to + row * stride + col0; });
+  }
+}
+
+// All that a block has to do.
+template <class Unit> DEVICE void propagate(const BackwardParams& p) {
+  const KeyTile keys(p, ptx::ctaid_x());          // which keys, which head, which sequence
+  const Tiles smem(ptx::smem_address(ptx::dynamic_smem()));
+  QueryWalk walk(p, keys);                        // tiles that see none of the keys are left out
+  Sums sums;
+  for (Slab& slab : sums.dk) slab.clear();
+  for (Slab& slab : sums.dv) slab.clear();
+  if (!walk.is_over()) smem.load_queries_async(p, walk.rows());
+  while (!walk.is_over()) {                                                             // line 8
+    ptx::cp_async_wait_group<0>();
+    // All are here: Q and dO, and dS of the step before was used. Rows past the end are empty too.
+    if (ptx::bar_red_or(smem.numbers.finds_empty_row())) {
+      clear_rows(smem.dout, [&](int row) { return smem.numbers.is_empty(row); });  // 0 * NaN is NaN
+      ptx::bar_sync();                            // and are 0 for all
+    }
+    add_keys<Unit>(sums, smem, p, walk);
+    ptx::bar_sync();                              // dS is here; Q and dO were used
+    const Tile rows = walk.rows();
+    walk.advance();
+    if (!walk.is_over()) smem.load_queries_async(p, walk.rows());  // runs under dQ
+    if constexpr (kDq)
+      add_queries<Unit>(smem, BackwardRows(p, rows).dq_sums + i64(rows.row0) * kHeadDim);
+  }
+
+  if constexpr (kDk)                                                                    // line 18
+    store_sums(sums.dk, Real(p.scale), keys.key0(), p.seqlen_k, p.head_dim, keys.dk(p),
+               p.dk_stride.row);
+  if constexpr (kDv)
+    store_sums(sums.dv, kept_scale(p), keys.key0(), p.seqlen_k, p.head_dim_v, keys.dv(p),
+               p.dv_stride.row);
+}
+
+CALLED void propagate_exactly(const BackwardParams& p) { propagate<CudaCores>(p); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 fa2_bwd_tf32(const __grid_constant__ BackwardParams p) {
-  const KeyTile keys(p, ptx::ctaid_x());          // which keys, which head, which sequence
-  const int key0 = keys.key0();
-  const Tiles smem(ptx::smem_address(ptx::dynamic_smem()));
-  Sums sums;
-  sums.dk.clear();
-  sums.dv.clear();
-  bool exact = false;
-  QueryWalk walk(p, keys);                        // tiles that see none of the keys are left out
-  if (!walk.is_over()) {
-    smem.load_keys_async(p, keys);                                                      // line 6
-    smem.load_queries_async(p, walk.rows());      // in one group with K and V
-    ptx::cp_async_wait_group<0>();
-    ptx::bar_sync();
-    exact = ptx::bar_red_or(!smem.keys_split());
-  }
-  while (!walk.is_over()) {                                                             // line 8
-    const Tile rows = walk.rows();
-    const bool whole = walk.are_whole(rows.row0, kBlockM);
-    ptx::cp_async_wait_group<0>();
-    // All are here: Q and dO, and dS of the step before was used. Rows past the end are empty too.
-    bool on_cuda_cores = exact;
-    if (ptx::bar_red_or(smem.numbers.finds_empty_row() || smem.numbers.finds_unsplit_row())) {
-      clear_rows(smem.dout, [&](int row) { return smem.numbers.is_empty(row); });  // 0 * NaN is NaN
-      on_cuda_cores |= ptx::bar_red_or(smem.numbers.finds_unsplit_row());  // and are 0 for all
-    }
-    walk.advance();
-    const auto prefetch = [&] {                   // runs under dQ
-      if (!walk.is_over()) smem.load_queries_async(p, walk.rows());
-    };
-    if (on_cuda_cores) {
-      Sums copy = sums;                           // what has an address is in no register
-      exact_step(copy, smem, p, rows, key0, whole);
-      sums = copy;
-      prefetch();
-    } else {
-      step<TensorCores<true>>(sums, smem, p, rows, key0, whole, prefetch);
-    }
-  }
-
-  if constexpr (kDk) {                                                                  // line 18
-#pragma unroll
-    for (int r = 0; r < sums.dk.kRows; ++r) scale_row(sums.dk, r, Real(p.scale));
-    store_rows(sums.dk, key0, p.seqlen_k, p.head_dim,
-               [&](int row) { return keys.dk(p) + row * p.dk_stride.row; });
-  }
-  if constexpr (kDv) {
-    if constexpr (kDropout) {
-#pragma unroll
-      for (int r = 0; r < sums.dv.kRows; ++r) scale_row(sums.dv, r, kept_scale(p));
-    }
-    store_rows(sums.dv, key0, p.seqlen_k, p.head_dim_v,
-               [&](int row) { return keys.dv(p) + row * p.dv_stride.row; });
-  }
+  if (block_splits(p)) propagate<TensorCores<true>>(p);
+  else propagate_exactly(p);
 }

@@ -11,7 +11,7 @@ using f32 = float;
 using f64 = double;
 
 #define DEVICE __device__ __forceinline__
-#define CALLED __device__ __noinline__  // what is done rarely, apart from what is done always
+#define CALLED __device__ __noinline__  // what is rare: it shares no registers with what is not
 
 template <class T> DEVICE constexpr T min_of(T a, T b) { return a < b ? a : b; }
 template <class T> DEVICE constexpr T max_of(T a, T b) { return a < b ? b : a; }

@@ -8,9 +8,9 @@ template <int kRowTiles, int kColTiles>
 struct ExactScores : WideFragment<kRowTiles, kColTiles, false> {};
 
 // s = a b^T.
-template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
+template <int kRowTiles, int kColTiles, int kRowsA, int kRowsB, int kDepth>
 DEVICE void matmul_nt(ExactScores<kRowTiles, kColTiles>& s, SwizzledTile<kRowsA, kDepth> a,
-                      SwizzledTile<kColTiles * 8, kDepth> b) {
+                      SwizzledTile<kRowsB, kDepth> b) {
   using S = ExactScores<kRowTiles, kColTiles>;
   s.clear();
 #pragma unroll 1

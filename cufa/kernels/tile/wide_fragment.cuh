@@ -166,12 +166,13 @@ template <bool kIsA, int kRows, int kDepth> struct RowReader {
   }
 };
 
-// s = a b^T: a [this warp's rows][kDepth], b [kColTiles * 8][kDepth], both in shared memory.
-template <int kRowTiles, int kColTiles, int kRowsA, int kDepth>
+// s = a b^T: of a [rows][kDepth] this warp's rows, of b [rows][kDepth] the first kColTiles * 8; both
+// in shared memory.
+template <int kRowTiles, int kColTiles, int kRowsA, int kRowsB, int kDepth>
 DEVICE void matmul_nt(WideFragment<kRowTiles, kColTiles, false>& s, SwizzledTile<kRowsA, kDepth> a,
-                      SwizzledTile<kColTiles * 8, kDepth> b) {
+                      SwizzledTile<kRowsB, kDepth> b) {
   const RowReader<true, kRowsA, kDepth> a_rows(a, 16 * kRowTiles * warp());
-  const RowReader<false, kColTiles * 8, kDepth> b_rows(b, 0);
+  const RowReader<false, kRowsB, kDepth> b_rows(b, 0);
   constexpr Real kLift = Sum<Real>::kLift;
   Sum<Real> sum[kRowTiles][kColTiles];
   s.clear();
