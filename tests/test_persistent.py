@@ -243,7 +243,7 @@ def test_a_launch_without_a_seed_or_a_workspace_has_none_of_the_one_before(gpu: 
 
 
 def test_a_launch_that_interrupts_another_leaves_its_parameters_alone(gpu: Any):
-    """As a handler of signals may, between the pointers of the other and its launch."""
+    """As a handler of signals may."""
     step = make_plan(problem(1000), replace(H200, arch=80)).steps[0]
     inner = Buffers(*[at(n) for n in range(1, 12)])
 
@@ -252,13 +252,14 @@ def test_a_launch_that_interrupts_another_leaves_its_parameters_alone(gpu: Any):
 
         @property
         def data(self) -> Any:
-            gpu.cards.CARDS.launch(KERNEL, step, inner)
+            gpu.cards.CARDS.launch(KERNEL, step, inner, 5)
             return SimpleNamespace(ptr=99)
 
     outer = Buffers(*[at(20 + n) for n in range(1, 4)], Interrupting(), *[None] * 7)
     gpu.cards.CARDS.launch(KERNEL, step, outer)
-    told = [[int(params[name]) for name in Buffers._fields] for params in gpu.params]
-    assert told == [[*range(1, 12)], [21, 22, 23, 99, *[0] * 7]]
+    names = (*Buffers._fields, "dropout_seed")
+    told = [[int(params[name]) for name in names] for params in gpu.params]
+    assert told == [[*range(1, 12), 5], [21, 22, 23, 99, *[0] * 8]]
 
 
 def test_every_thread_that_launches_has_a_context(gpu: Any):
