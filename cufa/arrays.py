@@ -24,13 +24,15 @@ from cufa.options import (
     plain_seed,
     plain_window,
 )
-from cufa.problem import ArrayFacts, Signature
+from cufa.problem import ArrayFacts, Shape, Signature
 
 CPU = -1
 #: JAX takes host memory without a copy only if it starts at a multiple of this.
 _HOST_ALIGNMENT = 64
 #: Results of fewer bytes are left where NumPy puts them: a copy costs less than a place of choice.
 _SMALL = 1 << 14
+#: Of `ArrayFacts`, and whether the array starts at a multiple of 16 bytes: True on the CPU.
+Facts = tuple[Shape, Shape, np.dtype[Any], int, bool]
 
 
 class ForeignArray(DTypeError):
@@ -50,31 +52,31 @@ class Arrays(NamedTuple):
     out: Any = None
 
 
-_libraries: dict[type, str] = {}
+class _Libraries(dict[type, str]):
+    """The library whose arrays are of a type, if their memory can be taken as it is."""
 
-
-def _library(a: Any) -> str:
-    """The library whose array `a` is, if its memory can be taken as it is; asked once a type."""
-    kind = type(a)
-    if kind not in _libraries:
+    def __missing__(self, kind: type) -> str:
         names = {(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__}
         if issubclass(kind, (np.ma.MaskedArray, np.matrix)):
-            _libraries[kind] = ""
+            self[kind] = ""
         elif issubclass(kind, np.ndarray):
-            _libraries[kind] = "numpy"
+            self[kind] = "numpy"
         else:
-            _libraries[kind] = "cupy" if ("cupy", "ndarray") in names else ""
-    return _libraries[kind]
+            self[kind] = "cupy" if ("cupy", "ndarray") in names else ""
+        return self[kind]
+
+
+_libraries = _Libraries()
 
 
 def is_cupy(a: Any) -> bool:
     """Whether `a` is a CuPy array; true only if CuPy has been imported by whoever made `a`."""
-    return _library(a) == "cupy"
+    return _libraries[type(a)] == "cupy"
 
 
 def is_foreign(a: Any) -> bool:
     """Whether `a` is neither NumPy's nor CuPy's, but lends its memory by one of two protocols."""
-    return not (_library(a) or isinstance(a, np.ndarray)) and (
+    return not (_libraries[type(a)] or isinstance(a, np.ndarray)) and (
         hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")
     )
 
@@ -89,11 +91,17 @@ def describe(name: str, a: Any) -> ArrayFacts:
     DTypeError
         `a` is neither, or is a subclass whose extra meaning would be lost.
     """
-    library = _library(a)
+    return ArrayFacts._make(facts_of(name, a)[:-1])
+
+
+def facts_of(name: str, a: Any) -> Facts:
+    """`describe`, for a key: a plain tuple, which is made in a fraction of the time."""
+    library = _libraries[type(a)]
     if library == "cupy":
-        return ArrayFacts(a.shape, a.strides, a.dtype, a.data.device_id)
+        data = a.data
+        return a.shape, a.strides, a.dtype, data.device_id, data.ptr % 16 == 0
     if library == "numpy":
-        return ArrayFacts(a.shape, a.strides, a.dtype, CPU)
+        return a.shape, a.strides, a.dtype, CPU, True
     if isinstance(a, np.ndarray):
         raise DTypeError(
             f"{name} is a {type(a).__name__}; pass a plain array (and mask= for masked keys)"
@@ -140,37 +148,39 @@ def distinct(a: Any) -> Any:
     return a[tuple(slice(1) if stride == 0 else slice(None) for stride in a.strides)]
 
 
-def check_overlap(arrays: Arrays) -> None:
+def check_overlap(arrays: Arrays, call: Signature) -> None:
     """Raise if `out` shares an element with an input: it would be overwritten while still read."""
-    *inputs, out = arrays
-    begin, end = _span(out)
-    for place, a in enumerate(inputs):
-        if a is None:
-            continue
-        first, last = _span(a)
-        if first < end and begin < last and _share_elements(out, a):
+    *inputs, (_, below, above) = _reaches(call)
+    address = address_of(arrays.out)
+    begin, end = address - below, address + above
+    for place, below, above in inputs:
+        a = arrays[place]
+        address = address_of(a)
+        near = address - below < end and begin < address + above
+        if near and _share_elements(arrays.out, a):
             name = Arrays._fields[place]
             raise ArgumentError(f"out shares memory with {name}; pass an array of its own")
 
 
-def _span(a: Any) -> tuple[int, int]:
-    """First address of an array and the one after its last."""
-    address = address_of(a)
-    below, above = _reach(a.shape, a.strides, a.dtype.itemsize)
-    return address - below, address + above
+@lru_cache(maxsize=4096)
+def _reaches(call: Signature) -> tuple[tuple[int, int, int], ...]:
+    """Of each array given: its place in `Arrays`, and how many bytes it reaches below the address
+    of its first element and above."""
+    given = ((place, getattr(call, name)) for place, name in enumerate(Arrays._fields))
+    return tuple((place, *_reach(facts)) for place, facts in given if facts is not None)
+
+
+def _reach(a: ArrayFacts) -> tuple[int, int]:
+    if 0 in a.shape:
+        return 0, 0
+    steps = [stride * (size - 1) for size, stride in zip(a.shape, a.strides, strict=True)]
+    return -sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + a.dtype.itemsize
 
 
 def address_of(a: Any) -> int:
     """Of the first element."""
-    return int(a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr)
-
-
-@lru_cache(maxsize=4096)
-def _reach(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    if 0 in shape:
-        return 0, 0
-    steps = [stride * (size - 1) for size, stride in zip(shape, strides, strict=True)]
-    return -sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + itemsize
+    address: int = a.ctypes.data if isinstance(a, np.ndarray) else a.data.ptr
+    return address
 
 
 def _share_elements(a: Any, b: Any) -> bool:
@@ -222,16 +232,15 @@ def sign(
     for one seed would serve the next.
     """
     q, k, v, mask, bias, alibi_slopes, sink, out = arrays
-    facts = describe("q", q)
-    return Signature(
-        facts,
-        describe("k", k),
-        describe("v", v),
-        None if mask is None else describe("mask", mask),
-        None if bias is None else describe("bias", bias),
-        None if alibi_slopes is None else describe("alibi_slopes", alibi_slopes),
-        None if sink is None else describe("sink", sink),
-        None if out is None else describe("out", out),
+    return _signature(
+        facts_of("q", q),
+        facts_of("k", k),
+        facts_of("v", v),
+        None if mask is None else facts_of("mask", mask),
+        None if bias is None else facts_of("bias", bias),
+        None if alibi_slopes is None else facts_of("alibi_slopes", alibi_slopes),
+        None if sink is None else facts_of("sink", sink),
+        None if out is None else facts_of("out", out),
         plain_choice("causal", causal, CAUSAL),
         None if window is None else plain_window(window),
         None if softcap is None else plain_number("softcap", softcap),
@@ -239,9 +248,18 @@ def sign(
         plain_choice("layout", layout, LAYOUTS),
         plain_choice("return_lse", return_lse, (False, True)),
         plain_choice("algorithm", algorithm, ALGORITHMS),
-        facts.device == CPU or are_aligned(arrays),
         _plain_dropout(dropout_p, dropout_seed),
     )
+
+
+@lru_cache(maxsize=4096)
+def _signature(*given: Any) -> Signature:
+    """From `Facts` and plain options; to find one takes less than to make it."""
+    arrays, options = given[: len(Arrays._fields)], given[len(Arrays._fields) :]
+    facts = [None if a is None else ArrayFacts._make(a[:-1]) for a in arrays]
+    q, k, v, *_, out = arrays
+    aligned = all(a[-1] for a in (q, k, v, out) if a is not None)
+    return Signature._make([*facts, *options[:-1], aligned, options[-1]])
 
 
 def _plain_dropout(dropout_p: Any, seed: Any) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -187,9 +187,15 @@ def attention(
         return interop.lend(on_own, arrays._asdict())
     if call.q.device == CPU:
         return cpu.run(call, arrays, dropout_seed)
+    return cards().run(call, arrays, dropout_seed)
+
+
+@cache
+def cards() -> Any:
+    """`cufa.gpu.cards`, which imports CuPy: not before a CuPy array has come in."""
     from cufa.gpu import cards
 
-    return cards.run(call, arrays, dropout_seed)
+    return cards
 
 
 def merge(

@@ -8,7 +8,7 @@ from typing import Any
 
 from cufa import cpu_backward
 from cufa.arrays import CPU, Arrays, ForeignArray, sign
-from cufa.attention import attention
+from cufa.attention import attention, cards
 from cufa.gradients import (
     BackwardSignature,
     Gradients,
@@ -142,9 +142,8 @@ def attention_backward(
         return Gradients(**{f"d{name}": a for name, a in zip(names, found, strict=True)})
     if call.forward.q.device == CPU:
         return cpu_backward.run(call, arrays, saved, dropout_seed)
-    from cufa.gpu import cards
-
-    return cards.run_backward(call, arrays, saved, dropout_seed)
+    gradients: Gradients = cards().run_backward(call, arrays, saved, dropout_seed)
+    return gradients
 
 
 def attention_vjp(

@@ -56,7 +56,7 @@ def run(call: Signature, arrays: Arrays, seed: Any = None) -> Any:
     problem = make_problem(call)
     out = arrays.out
     if out is not None:
-        check_overlap(arrays)
+        check_overlap(arrays, call)
         if not out.flags.writeable:
             raise ArgumentError("out is read-only; pass an array that can be written")
     if problem.algorithm == "standard":

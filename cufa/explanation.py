@@ -132,7 +132,7 @@ def explain(q: Any, k: Any, v: Any, *, arch: int | None = None, **options: Any) 
         return found
     problem = make_problem(call)
     if arrays.out is not None:
-        check_overlap(arrays)
+        check_overlap(arrays, call)
     if device is None and call.q.device == CPU:
         return _on_cpu(problem)
     return _on_gpu(call, arrays, device or get_device(call.q.device))

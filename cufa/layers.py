@@ -93,8 +93,8 @@ class MultiHeadAttention:
     Notes
     -----
     Products are `matmul` of the arrays' library: BLAS, or cuBLAS, of float16 and bfloat16 with sums
-    in float32. Heads are views of the products, split and joined without a copy. float16, bfloat16,
-    float32 and float64; parameters and inputs of one dtype, on one device.
+    in float32 that are rounded once. Heads are views of the products, split and joined without a
+    copy. float16, bfloat16, float32 and float64; parameters and inputs of one dtype, on one device.
 
     Sources: Vaswani et al., arXiv:1706.03762, section 3.2.2; Su et al., arXiv:2104.09864 (rotary).
 
@@ -213,6 +213,8 @@ class MultiHeadAttention:
         ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
             What is given does not fit together; the message names it. Nothing has been computed
             then, but where a GPU has no kernel for the attention, or "standard" no memory.
+        BuildError
+            On a GPU, cuBLAS is missing.
         TypeError
             Attention has no such option.
         """

@@ -86,12 +86,14 @@ def _product(a: Any, b: Any) -> Any:
     """``a @ b`` of matrices, with sums in float32, or float64.
 
     NumPy's products of 16-bit numbers are slow: there it is of float32 numbers, and not rounded.
-    CuPy's go to cuBLAS as they are.
+    On CuPy it is rounded, once.
     """
     if namespace(a) is np:
         wide = _accumulator(a)
-        a, b = a.astype(wide, copy=False), b.astype(wide, copy=False)
-    return a @ b
+        return a.astype(wide, copy=False) @ b.astype(wide, copy=False)
+    from cufa.gpu import cublas
+
+    return cublas.load().matmul(a, b)
 
 
 def _accumulator(a: Any) -> str:

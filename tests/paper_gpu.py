@@ -6,6 +6,7 @@ Its arrays are NumPy's, in host memory; its streams are numbers and do nothing.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 from foreign import Lender
+
+from cufa.gpu.params import PARAMS
 
 DEFAULT = 1  # cudaStreamLegacy
 
@@ -64,6 +67,10 @@ class PaperGpu:
         self.current = DEFAULT
         self.capturing = False
         self.device = 0
+        #: Its `context`, once it has one.
+        self.of_thread = threading.local()
+        #: Parameters of the launches so far.
+        self.params: list[np.void] = []
         #: Set when all kernels have ended.
         self.idle = threading.Event()
         self.Array = type("ndarray", (_Memory,), {"gpu": self})
@@ -100,6 +107,13 @@ class PaperGpu:
         before, self.current = self.current, number
         yield
         self.current = before
+
+    def launch(self, *arguments: int) -> None:
+        """As the driver's: the last but one is the address of a list of addresses."""
+        assert hasattr(self.of_thread, "context"), "the driver would refuse the launch"
+        first = ctypes.c_void_p.from_address(arguments[-2]).value
+        assert first is not None
+        self.params.append(np.frombuffer(ctypes.string_at(first, PARAMS.itemsize), PARAMS)[0])
 
     def lender(self, number: int) -> type:
         """A type of arrays, known by DLPack alone, whose library works in one stream."""
@@ -178,6 +192,7 @@ class PaperGpu:
             streamWaitEvent=lambda then, event: gpu.wait(gpu._recorded[event], then),
             streamIsCapturing=lambda stream: gpu.capturing,
             getDevice=lambda: gpu.device,
+            setDevice=lambda device: setattr(gpu.of_thread, "context", device),
         )
         module: Any = ModuleType("cupy")
         module.ndarray, module.asarray = ndarray, asarray
@@ -187,6 +202,7 @@ class PaperGpu:
         cuda = module.cuda = ModuleType("cupy.cuda")
         cuda.Device, cuda.Memory = _Device, Memory
         cuda.using_allocator, cuda.malloc_async = gpu.using_allocator, None
+        cuda.driver = SimpleNamespace(launchKernel=gpu.launch)
         cuda.Event, cuda.UnownedMemory, cuda.runtime = Event, UnownedMemory, runtime
         cuda.MemoryPointer = lambda mem, offset: SimpleNamespace(mem=mem)
         cuda.get_current_stream = lambda: SimpleNamespace(

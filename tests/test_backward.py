@@ -287,10 +287,3 @@ def test_numpy_mixed_with_cupy_is_refused(cupy, name):
     call[name] = cupy.asnumpy(call[name])
     with pytest.raises(cufa.DeviceError, match=r"is on the CPU \(NumPy\)"):
         cufa.attention_backward(*call.values())
-
-
-@pytest.mark.gpu
-def test_dropout_has_no_gradients_on_a_gpu_yet(cupy):
-    call = {n: cupy.asarray(a) for n, a in good_call().items()}
-    with pytest.raises(UnsupportedError, match=r"fa2_bwd_simt has no dropout yet"):
-        cufa.attention_backward(*call.values(), dropout_p=0.1, dropout_seed=1)

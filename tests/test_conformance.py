@@ -42,6 +42,14 @@ def test_every_test_kernel_is_listed() -> None:
     assert {path.stem for path in (HERE / "kernels").glob("*.cu")} == ARCHS.keys()
 
 
+@pytest.mark.parametrize("change", [np.transpose, lambda a: a[:, ::2]])
+def test_a_launch_refuses_what_does_not_lie_as_its_kernel_takes_it(change) -> None:
+    """On a card too, where such an array could not be copied as it is."""
+    arrays = {"in": (change(np.zeros((2, 4), np.uint32)), Access.READ)}
+    with pytest.raises(ValueError, match=r"in of dropout has shape .* and strides .*C-contiguous"):
+        Launch("dropout", arrays)
+
+
 @pytest.mark.parametrize(
     ("kernel", "defines"),
     [

@@ -235,7 +235,9 @@ def test_kernels_have_the_same_words_and_masks(machine: Runner, seed: int) -> No
     inputs = {"counter": counter, "key": key, "seed": seeds, "batch": batch, "head": head}
     inputs |= {"row": row, "column": column, "threshold": thresholds}
     arrays = {name: (np.ascontiguousarray(a), Access.READ) for name, a in inputs.items()}
-    arrays |= {name: (np.zeros_like(a), Access.WRITE_ONCE) for name, a in expected.items()}
+    arrays |= {
+        name: (np.zeros(a.shape, a.dtype), Access.WRITE_ONCE) for name, a in expected.items()
+    }
     machine.check(Launch("dropout", arrays, {"n": N}, grid=(N // 128,)), expected, seed)
 
 

@@ -176,6 +176,16 @@ def test_threads_may_compile_and_call_at_once(cupy, monkeypatch, tmp_path):
     launch._prepare.cache_clear()
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "fa2"])
+def test_a_thread_may_begin_with_a_call(cupy, qkv, algorithm):
+    """It has no context yet, and with `out` nothing makes one before the launch."""
+    want, out = cufa.attention(*qkv, algorithm=algorithm), cupy.zeros_like(qkv[0])
+    cupy.cuda.Device().synchronize()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(cufa.attention, *qkv, algorithm=algorithm, out=out).result()
+    np.testing.assert_array_equal(out.get(), want.get())
+
+
 def test_processes_may_fill_the_cache_and_call_at_once(cupy, tmp_path, monkeypatch):
     monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
     code = """

@@ -68,7 +68,7 @@ def assert_counters_are_zero() -> None:
     """Of this thread, once nothing runs."""
     from cufa.gpu import cards
 
-    found = [int(counter[0]) for counter in cards._counters.by_stream.values()]
+    found = [int(counter[0]) for counter in cards._thread.counters.values()]
     assert found
     assert found == [0] * len(found)
 

@@ -15,7 +15,7 @@ from layer_problems import LayerCase, formula, join_gradients, layer_cases, proj
 import cufa
 from cufa import layers
 from cufa.bounds import fractions
-from cufa.testing import to_numpy
+from cufa.testing import numpy_dtype, to_numpy
 
 SOME = {"rank": 4, "batch": st.integers(1, 2), "lengths": st.integers(1, 12)}
 
@@ -191,6 +191,27 @@ def test_a_gradient_that_fits_is_finite_whatever_it_is_a_sum_of(xp, crossed):
     by_context = 2 * (by_k + by_v)
     assert (to_numpy(dx) == 2 * by_q + (0 if crossed else by_context)).all()
     assert dcontext is None or (to_numpy(dcontext) == by_context).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 2, 300])
+@pytest.mark.parametrize("embed_dim", [1, 2, 64])
+def test_a_long_sum_is_rounded_once(xp, dtype, rows, embed_dim):
+    """It is 7, of integers whose sums on the way are more than float16 holds, and more digits than
+    either does: cuBLAS would round the parts that it divides so long a sum of so few into."""
+    i = np.arange(2048)
+    terms = i * i % 151 - (1001 * i % 2048) ** 2 % 151 + np.where(i < 1024, 100, -100)
+    layer, dtype = (
+        cufa.MultiHeadAttention(embed_dim, 32, kv_heads=1, head_dim=64),
+        numpy_dtype(dtype),
+    )
+    params = {name: 2 * xp.ones(shape, dtype) for name, shape in layer.shapes.items()}
+    by_q = np.tile(terms.reshape(32, 64), (rows, 1, 1)).astype(dtype)
+    by_kv = np.zeros((rows, 1, 64), dtype)
+    by_kv[..., -1] = 1.75
+    x = xp.zeros((rows, embed_dim), dtype)
+    _, dx, _ = layer.project_backward(*map(xp.asarray, (by_q, by_kv, by_kv)), params, x)
+    assert (to_numpy(dx) == 7).all()
 
 
 @given(problem=layer_cases(context=False))

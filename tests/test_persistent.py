@@ -199,14 +199,8 @@ def test_a_result_of_a_captured_call_is_the_callers(gpu: Any):
     assert gpu.in_order == []
 
 
-class Told:
-    """A kernel that notes its parameters."""
-
-    def __init__(self) -> None:
-        self.params: list[np.void] = []
-
-    def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-        self.params.append(arguments[0].view(PARAMS)[0].copy())
+#: What launches know of a kernel.
+KERNEL = SimpleNamespace(ptr=1)
 
 
 def at(address: int) -> Any:
@@ -221,11 +215,11 @@ def test_a_launch_fills_in_pointers_maps_and_the_seed(gpu: Any, monkeypatch: pyt
         return address.to_bytes(8, "little") * (MAP_BYTES // 8)
 
     monkeypatch.setattr(TensorMap, "encoded", encoded)
-    step, kernel = make_plan(problem(1000), H200).steps[0], Told()
+    step = make_plan(problem(1000), H200).steps[0]
     for first in (16, 1600, 16):
         arrays = [at(first * n) for n in range(1, 5)]
-        gpu.cards.CARDS.launch(kernel, step, Buffers(*arrays, *[None] * 6, at(99)), 2**64 - first)
-    for told, first in zip(kernel.params, (16, 1600, 16), strict=True):
+        gpu.cards.CARDS.launch(KERNEL, step, Buffers(*arrays, *[None] * 6, at(99)), 2**64 - first)
+    for told, first in zip(gpu.params, (16, 1600, 16), strict=True):
         assert [told[name] for name in "qkvo"] == [first * n for n in range(1, 5)]
         assert (told["tickets"], told["dropout_seed"]) == (99, 2**64 - first)
         assert told["workspace"] == told["lse"] == 0
@@ -234,3 +228,49 @@ def test_a_launch_fills_in_pointers_maps_and_the_seed(gpu: Any, monkeypatch: pyt
         assert told["seqlen_q"] == 1000
     assert len(encodings) == 6, "the maps of addresses seen before are encoded anew"
     assert not step.params.view(PARAMS)["q"]
+
+
+def test_a_launch_without_a_seed_or_a_workspace_has_none_of_the_one_before(gpu: Any):
+    """Both find their parameters in the same memory."""
+    step = make_plan(problem(1000), replace(H200, arch=80)).steps[0]
+    arrays = [at(n) for n in range(1, 12)]
+    gpu.cards.CARDS.launch(KERNEL, step, Buffers(*arrays), 5)
+    gpu.cards.CARDS.launch(KERNEL, step, Buffers(*arrays[:4], *[None] * 7))
+    one, other = gpu.params
+    assert (one["dropout_seed"], one["workspace"], one["tickets"]) == (5, 10, 11)
+    assert not other["dropout_seed"]
+    assert [other[name] for name in Buffers._fields] == [1, 2, 3, 4, *[0] * 7]
+
+
+def test_a_launch_that_interrupts_another_leaves_its_parameters_alone(gpu: Any):
+    """As a handler of signals may."""
+    step = make_plan(problem(1000), replace(H200, arch=80)).steps[0]
+    inner = Buffers(*[at(n) for n in range(1, 12)])
+
+    class Interrupting:
+        """An array that is asked for its address, and launches a kernel instead."""
+
+        @property
+        def data(self) -> Any:
+            gpu.cards.CARDS.launch(KERNEL, step, inner, 5)
+            return SimpleNamespace(ptr=99)
+
+    outer = Buffers(*[at(20 + n) for n in range(1, 4)], Interrupting(), *[None] * 7)
+    gpu.cards.CARDS.launch(KERNEL, step, outer)
+    names = (*Buffers._fields, "dropout_seed")
+    told = [[int(params[name]) for name in names] for params in gpu.params]
+    assert told == [[*range(1, 12), 5], [21, 22, 23, 99, *[0] * 8]]
+
+
+def test_every_thread_that_launches_has_a_context(gpu: Any):
+    """The paper GPU refuses a launch from one that has none, as the driver does."""
+    step = make_plan(problem(1000), replace(H200, arch=80)).steps[0]
+    buffers = Buffers(*[at(n) for n in range(1, 12)])
+    threads = [
+        threading.Thread(target=gpu.cards.CARDS.launch, args=(KERNEL, step, buffers))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert len(gpu.params) == len(threads)

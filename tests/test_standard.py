@@ -1,4 +1,5 @@
-"""Algorithm "standard" beyond the laws that hold for all: cuBLAS without a GPU, and memory."""
+"""Algorithm "standard" beyond the laws that hold for all, and cuBLAS without a GPU, which layers
+use too."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from cufa.arrays import Arrays, sign
 from cufa.bounds import exact
 from cufa.gpu import cublas
 from cufa.problem import make_problem
-from cufa.testing import Case, Memory, assert_within_rounding, cases, numpy_dtype, to_numpy
+from cufa.testing import FLOATS, Case, Memory, assert_within_rounding, cases, numpy_dtype, to_numpy
 
 #: library_types.h, cudaDataType, and cublas_api.h, cublasComputeType_t.
 TYPES = {2: "float16", 14: "bfloat16", 0: "float32", 1: "float64"}
@@ -30,15 +31,22 @@ COMPUTE = {68: "float32", 70: "float64"}
 
 
 class HostCuBlas(cublas.CuPy):
-    """What runs on a card, over NumPy arrays: `calls` are those that cuBLAS would get."""
+    """What runs on a card, over NumPy arrays: `calls` are those that cuBLAS would get, `mode` is
+    that of its products."""
 
-    def __init__(self, arch: int = 90) -> None:
-        super().__init__(np, self.record, lambda: 0)
-        self.arch, self.calls = arch, []
+    def __init__(self, arch: int = 90, mode: int = 0) -> None:
+        super().__init__(np, self, lambda: 0)
+        self.arch, self.mode, self.calls = arch, mode, []
 
-    def record(self, *call):
+    def gemmStridedBatchedEx(self, *call):
         self.calls.append(call)
         gemm_strided_batched(*call)
+
+    def getMathMode(self, handle):
+        return self.mode
+
+    def setMathMode(self, handle, mode):
+        self.mode = mode
 
     def free_bytes(self):
         return 1 << 40
@@ -141,6 +149,57 @@ def test_contiguous_keys_are_read_where_they_lie(case):
     library.product(q, k[:, :, None].swapaxes(-1, -2))
     begin = k.ctypes.data
     assert all(begin <= call[7] < begin + k.nbytes for call in library.calls)
+
+
+class Watched:
+    """A matrix whose product is the mode that cuBLAS has meanwhile, or an error."""
+
+    dtype = np.dtype("float16")
+    shape = (2, 2)
+
+    def __init__(self, library, fails=False):
+        self.library, self.fails = library, fails
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __matmul__(self, other):
+        if self.fails:
+            raise MemoryError
+        return self.library.mode
+
+
+#: cublas_api.h, cublasMath_t: CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION, which is a flag.
+SUMS_ARE_NOT_ROUNDED = 16
+
+
+@pytest.mark.parametrize("mode", [0, 3, SUMS_ARE_NOT_ROUNDED])
+def test_cublas_rounds_no_sum_of_a_layer_on_the_way_and_those_of_others_as_it_did(mode):
+    library = HostCuBlas(mode=mode)
+    a, bad = Watched(library), Watched(library, fails=True)
+    assert library.matmul(a, a) == mode | SUMS_ARE_NOT_ROUNDED
+    assert library.mode == mode
+    with pytest.raises(MemoryError):
+        library.matmul(bad, bad)
+    assert library.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arch", "rows"),
+    [
+        *((dtype, arch, 1) for dtype in FLOATS for arch in (70, 90)),
+        ("bfloat16", 70, 3),
+    ],
+)
+def test_what_cupy_does_not_multiply_as_wanted_is_cublas_s_to_multiply(dtype, arch, rows):
+    """A row and a column, of which CuPy would round each term: 300 * 300 is no float16. And
+    bfloat16 where cuBLAS has none."""
+    library, dtype = HostCuBlas(arch), numpy_dtype(dtype)
+    a = np.tile(np.array([300, 300, 1], dtype), (rows, 1))
+    b = np.tile(np.array([300, -300, 7], dtype), (rows, 1)).T
+    product = library.matmul(a, b)
+    assert (len(library.calls), product.dtype, product.shape) == (1, dtype, (rows, rows))
+    assert (product == 7).all()
 
 
 def test_without_cublas_the_error_says_what_to_install(monkeypatch):

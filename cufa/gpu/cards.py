@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
 from collections import defaultdict
@@ -11,38 +12,60 @@ from typing import Any
 
 import cupy
 from cupy.cuda import Device as CudaDevice
-from cupy.cuda import Memory, MemoryPointer, get_current_stream, runtime
+from cupy.cuda import Memory, MemoryPointer, driver, get_current_stream, runtime
 
 from cufa import standard
 from cufa.arrays import Arrays, check_overlap, narrowed
 from cufa.gpu import build, cublas, launch
 from cufa.gpu.device import Device, get_device
-from cufa.gpu.params import GRADIENT_POINTERS, POINTERS, SEED, Buffers, GradientBuffers
+from cufa.gpu.params import (
+    BACKWARD_PARAMS,
+    GRADIENT_POINTERS,
+    POINTERS,
+    SEED,
+    Buffers,
+    GradientBuffers,
+)
 from cufa.gpu.plan import KernelKey, Step
 from cufa.gpu.tensor_map import MAP_BYTES
 from cufa.gradients import BackwardSignature, Gradients, Saved, make_backward_problem
 from cufa.problem import Signature, make_problem
 
+_pack_params = struct.Struct(f"{BACKWARD_PARAMS.itemsize}s").pack_into
 _pack_pointers = struct.Struct(f"={len(Buffers._fields)}Q").pack_into
 _pack_gradients = struct.Struct(f"={len(GradientBuffers._fields)}Q").pack_into
-_pack_seed = struct.Struct("=Q").pack_into
-_pack_maps = struct.Struct(f"{MAP_BYTES}s" * 3).pack_into
+_pack_word = struct.Struct("=Q").pack_into
 #: Streams that cannot be captured: handles of CUDA's legacy default stream.
 _LEGACY = (0, 1)
 
 
-class _Counters(threading.local):
-    """Ticket counters of this thread, by device and stream.
-
-    What is in one stream runs in order, so kernels there may share a counter. A thread that ends
-    gives its counters back to CuPy's pool, which knows their streams.
-    """
+class _Arguments:
+    """What a launch hands to the driver: the struct of parameters, the only argument of a kernel,
+    and behind it the list of the arguments' addresses. Both have been read when it returns."""
 
     def __init__(self) -> None:
-        self.by_stream: dict[tuple[int, int], Any] = {}
+        size = BACKWARD_PARAMS.itemsize  # the larger struct; kernels take as much as theirs has
+        self.memory = ctypes.create_string_buffer(size + 8)
+        address = ctypes.addressof(self.memory)
+        _pack_word(self.memory, size, address)
+        self.addresses = address + size
 
 
-_counters = _Counters()
+class _Thread(threading.local):
+    """What the calls of one thread use again."""
+
+    def __init__(self) -> None:
+        #: Ticket counters, by device and stream. What is in one stream runs in order, so kernels
+        #: there may share a counter. A thread that ends gives its counters back to CuPy's pool,
+        #: which knows their streams.
+        self.counters: dict[tuple[int, int], Any] = {}
+        #: Those that no launch is using: one, or more if a launch was interrupted by another.
+        self.arguments: list[_Arguments] = []
+        # The driver, unlike the runtime, launches nothing in a thread that has no context yet.
+        runtime.setDevice(runtime.getDevice())
+
+
+_thread = _Thread()
 #: Counters of a page.
 _PAGE = 128
 #: Pages of counters for kernels in CUDA graphs, kept for good: a graph may be launched at any time.
@@ -72,12 +95,11 @@ def _counter_of_graph(device: int) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _with_maps(step: Step, *addresses: int) -> Any:
+def _with_maps(step: Step, *addresses: int) -> bytes:
     """The parameters of a step, maps of q, k and v at these addresses filled in."""
-    params: Any = step.params.copy()
     maps = zip(step.maps, addresses, strict=True)
-    _pack_maps(params, 0, *(tensor_map.encoded(address) for tensor_map, address in maps))
-    return params
+    made = [tensor_map.encoded(address) for tensor_map, address in maps]
+    return b"".join(made) + step.packed[MAP_BYTES * len(made) :]
 
 
 def _is_captured(stream: int) -> bool:
@@ -121,9 +143,9 @@ class _Cards:
         device, stream = runtime.getDevice(), get_current_stream().ptr
         if _is_captured(stream):
             return _counter_of_graph(device)
-        found = _counters.by_stream.get((device, stream))
+        found = _thread.counters.get((device, stream))
         if found is None:
-            found = _counters.by_stream[device, stream] = cupy.zeros(1, "uint32")
+            found = _thread.counters[device, stream] = cupy.zeros(1, "uint32")
             if not _spare[device]:
                 _new_page(device)  # now, since memory can hardly be had during a capture
         return found
@@ -131,10 +153,10 @@ class _Cards:
     def launch(self, kernel: Any, step: Step, buffers: Buffers, seed: Any = None) -> None:
         q, k, v, o, lse, mask, bias, alibi_slopes, sink, workspace, tickets = buffers
         q_ptr, k_ptr, v_ptr = q.data.ptr, k.data.ptr, v.data.ptr
-        filled = _with_maps(step, q_ptr, k_ptr, v_ptr) if step.maps else step.params
-        params: Any = filled.copy()
+        params = _with_maps(step, q_ptr, k_ptr, v_ptr) if step.maps else step.packed
+        arguments = _arguments_with(params, seed)
         _pack_pointers(
-            params,
+            arguments.memory,
             POINTERS,
             q_ptr,
             k_ptr,
@@ -148,9 +170,7 @@ class _Cards:
             0 if workspace is None else workspace.data.ptr,
             0 if tickets is None else tickets.data.ptr,
         )
-        if seed is not None:
-            _pack_seed(params, SEED, seed)
-        kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
+        _launch(kernel, step, arguments)
 
     def launch_backward(
         self,
@@ -160,16 +180,31 @@ class _Cards:
         gradients: GradientBuffers,
         seed: Any = None,
     ) -> None:
-        params: Any = step.params.copy()
-        _pack_pointers(params, POINTERS, *map(_pointer, buffers))
-        _pack_gradients(params, GRADIENT_POINTERS, *map(_pointer, gradients))
-        if seed is not None:
-            _pack_seed(params, SEED, seed)
-        kernel((step.grid,), (step.threads,), (params,), shared_mem=step.smem_bytes)
+        arguments = _arguments_with(step.packed, seed)
+        _pack_pointers(arguments.memory, POINTERS, *_pointers(buffers))
+        _pack_gradients(arguments.memory, GRADIENT_POINTERS, *_pointers(gradients))
+        _launch(kernel, step, arguments)
 
 
-def _pointer(a: Any) -> int:
-    return 0 if a is None else a.data.ptr
+def _arguments_with(params: bytes, seed: Any) -> _Arguments:
+    free = _thread.arguments
+    arguments = free.pop() if free else _Arguments()
+    _pack_params(arguments.memory, 0, params)
+    if seed is not None:
+        _pack_word(arguments.memory, SEED, seed)
+    return arguments
+
+
+def _launch(kernel: Any, step: Step, arguments: _Arguments) -> None:
+    """As CuPy's call of the kernel would, which takes longer than all else in here."""
+    stream = get_current_stream().ptr
+    grid, block, smem = step.grid, step.threads, step.smem_bytes
+    driver.launchKernel(kernel.ptr, grid, 1, 1, block, 1, 1, smem, stream, arguments.addresses, 0)
+    _thread.arguments.append(arguments)
+
+
+def _pointers(arrays: tuple[Any, ...]) -> list[int]:
+    return [0 if a is None else a.data.ptr for a in arrays]
 
 
 CARDS = _Cards()
@@ -193,7 +228,7 @@ def _run(call: Signature, arrays: Arrays, seed: Any) -> Any:
         return launch.run(CARDS, call, arrays, seed)
     problem = make_problem(call)
     if arrays.out is not None:
-        check_overlap(arrays)
+        check_overlap(arrays, call)
     return standard.run(cublas.load(), problem, arrays, call.layout, seed)
 
 

@@ -1,8 +1,9 @@
-"""Matrix products by cuBLAS, for algorithm "standard" on CuPy arrays.
+"""Matrix products by cuBLAS, for algorithm "standard" and for layers on CuPy arrays.
 
 CuPy's own `matmul` rounds the product of 16-bit matrices to 16 bits, repeats a key/value head for
-every query head that reads it, and takes TF32 for float32 if CUPY_TF32 says so. These products are
-called directly: 16-bit matrices on tensor cores with float32 sums and results, float32 in float32.
+every query head that reads it, and takes TF32 for float32 if CUPY_TF32 says so. The products of
+"standard" are called directly: 16-bit matrices on tensor cores with float32 sums and results,
+float32 in float32. Those of layers are CuPy's, kept from being rounded on the way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _TYPE = {"float16": 2, "bfloat16": 14, "float32": 0, "float64": 1}
 #: cublas_api.h, enum cublasComputeType_t: 32F, which is no TF32 in the handle's default mode; 64F.
 _COMPUTE = {"float32": 68, "float64": 70}
 _DEFAULT_ALGORITHM = -1
+#: cublas_api.h, enum cublasMath_t, a flag: parts of a sum are added up as they were summed. Without
+#: it the parts of a long one, of a small result, may be rounded to 16 bits first.
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 _OP_N, _OP_T = 0, 1
 _INT_MAX = (1 << 31) - 1
 _ONE = {name: np.ones(1, name) for name in _COMPUTE}
@@ -34,18 +38,35 @@ class CuPy:
     ----------
     xp : module
         cupy.
-    gemm, handle : functions
-        Of CuPy: `gemmStridedBatchedEx` and what gives its first argument.
+    blas : module
+        cupy.cuda.cublas: `gemmStridedBatchedEx`, `getMathMode` and `setMathMode`.
+    handle : function
+        Gives their first argument.
     """
 
-    def __init__(self, xp: Any, gemm: Callable[..., None], handle: Callable[[], int]) -> None:
+    def __init__(self, xp: Any, blas: Any, handle: Callable[[], int]) -> None:
         self.xp = xp
-        self._gemm, self._handle = gemm, handle
+        self._blas, self._handle = blas, handle
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        """``a @ b`` of two matrices of one dtype, rounded to it once, from sums in float32, or
+        float64."""
+        # CuPy multiplies a row and a column by itself, and rounds each term.
+        alone = len(a) == b.shape[1] == 1
+        if alone or self._lacks(b.dtype):
+            return self.product(a, b).astype(b.dtype, copy=False)
+        handle = self._handle()
+        mode = self._blas.getMathMode(handle)
+        self._blas.setMathMode(handle, mode | _DISALLOW_REDUCED_PRECISION_REDUCTION)
+        try:
+            return a @ b
+        finally:
+            self._blas.setMathMode(handle, mode)
 
     def product(self, a: Any, b: Any) -> Any:
         """``a @ b``, with `a` rounded to the dtype of `b`; see `cufa.standard.Library`."""
         wide = "float64" if b.dtype == np.float64 else "float32"
-        if b.dtype.name == "bfloat16" and self._arch() < 80:  # cuBLAS has no such product there
+        if self._lacks(b.dtype):
             b = b.astype(wide)
         a = a.astype(b.dtype, copy=False)
         lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -58,7 +79,7 @@ class CuPy:
             at_a, at_b, at_c = (self._address(x) for x in (a, b, c))
             for call in gemms(a, b, c):
                 # Row-major matrices are column-major transposed: C^T = B^T A^T.
-                self._gemm(
+                self._blas.gemmStridedBatchedEx(
                     *(self._handle(), call.op_b, call.op_a, call.n, call.m, call.k),
                     *(one, at_b + call.b * b.itemsize, kind, call.ldb, call.stride_b),
                     *(at_a + call.a * a.itemsize, kind, call.lda, call.stride_a),
@@ -78,6 +99,10 @@ class CuPy:
 
     def place(self) -> str:
         return f"GPU {self.xp.cuda.runtime.getDevice()}"
+
+    def _lacks(self, dtype: Any) -> bool:
+        """Whether cuBLAS has no products of this dtype on this device."""
+        return dtype.name == "bfloat16" and self._arch() < 80
 
     def _address(self, x: Any) -> int:
         return int(x.data.ptr)
@@ -102,11 +127,11 @@ def load() -> CuPy:
     except ImportError as error:
         reason = str(error).partition("\n")[0]  # CuPy lists every folder that it has looked into
         raise BuildError(
-            f'algorithm="standard" multiplies matrices by cuBLAS, and {reason}; '
-            "install nvidia-cublas for CUDA 13 or nvidia-cublas-cu12 for CUDA 12, or use "
-            'algorithm="fa2", which does without'
+            f'algorithm="standard" and layers multiply matrices by cuBLAS, and {reason}; '
+            "install nvidia-cublas for CUDA 13 or nvidia-cublas-cu12 for CUDA 12; "
+            'algorithm="fa2" does without'
         ) from error
-    return CuPy(cupy, cublas.gemmStridedBatchedEx, cupy.cuda.device.get_cublas_handle)
+    return CuPy(cupy, cublas, cupy.cuda.device.get_cublas_handle)
 
 
 class Gemm(NamedTuple):

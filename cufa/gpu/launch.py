@@ -97,7 +97,7 @@ def run(machine: Machine, call: Signature, arrays: Arrays, seed: Any = None) -> 
     """
     if arrays.out is not None:
         make_problem(call)  # its errors come before anything else
-        check_overlap(arrays)
+        check_overlap(arrays, call)
     ready = _prepare(machine, call, config.tuned)
     if ready.conversions:
         conversions = ready.conversions

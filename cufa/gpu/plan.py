@@ -101,6 +101,11 @@ class Step:
     tickets: bool = False
 
     @cached_property
+    def packed(self) -> bytes:
+        """`params` as the driver takes them."""
+        return self.params.tobytes()
+
+    @cached_property
     def threads(self) -> int:
         """Of a block."""
         return self.key.config.threads

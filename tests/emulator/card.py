@@ -70,6 +70,14 @@ class Launch:
     shared_bytes: int = 0
     defines: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, (a, _) in self.arrays.items():
+            if not a.flags.c_contiguous:
+                raise ValueError(
+                    f"{name} of {self.kernel} has shape {a.shape} and strides {a.strides}; arrays "
+                    "of a launch must be C-contiguous: pass np.ascontiguousarray of it"
+                )
+
     def params(
         self, address: Mapping[str, int], encode: Callable[[TensorMap, int], bytes]
     ) -> NDArray[np.void]:
@@ -110,14 +118,17 @@ class Launch:
         """The outputs after a run on the current device."""
         import cupy
 
-        held = {name: cupy.asarray(a.view(np.uint8)) for name, (a, _) in self.arrays.items()}
+        held = {
+            name: cupy.asarray(a.reshape(-1).view(np.uint8)) for name, (a, _) in self.arrays.items()
+        }
         address = {name: a.data.ptr for name, a in held.items()}
         params = self.params(address, TensorMap.encoded)
         kernel = load(self.kernel, tuple(sorted(self.defines.items())))
         start(kernel, params, self.grid, self.threads, self.shared_bytes)
+        given = {name: self.arrays[name][0] for name in self.outputs()}
         return {
-            name: cupy.asnumpy(held[name]).view(self.arrays[name][0].dtype)
-            for name in self.outputs()
+            name: cupy.asnumpy(held[name]).view(a.dtype).reshape(a.shape)
+            for name, a in given.items()
         }
 
 
