@@ -324,8 +324,8 @@ def test_tiles_that_see_none_of_the_keys_are_not_computed(
 
 
 def test_the_workspace_is_what_the_documentation_says() -> None:
-    """Numbers of the accumulator's type: lse, D and what else float32 needs of each row, and head_dim
-    more for dQ."""
+    """Numbers of the accumulator's type: of each row lse, D, in float32 whether it splits, and
+    head_dim more for dQ."""
     case = Case(2, 2, 3, 130, 9, head_dim=40, head_dim_v=8)
     machine, (arrays, _) = Emulator(90), saved(case)
     sizes = []

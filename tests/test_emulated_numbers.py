@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from emulator import build
-from emulator.machine import attention, attention_backward, emulator
+from emulator.machine import Emulator, attention, attention_backward, emulator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -175,3 +176,33 @@ def test_a_weight_of_nan_is_nan_where_it_is_dropped_too(
         got = emulated(arch, dout, q, k, v, **options)
     for a, b in zip(got[:3], want[:3], strict=True):
         np.testing.assert_array_equal(np.isnan(a.astype(float)), np.isnan(b))
+
+
+def products_on_tensor_cores(*arrays: Any) -> int:
+    """Instructions of the kernel whose blocks own keys, in a backward pass of float32."""
+    machine, found = emulator(90), []
+
+    def run(kernel: Any, params: Any, step: Any, held: Any) -> Any:
+        counts = Emulator._run(machine, kernel, params, step, held)
+        if step.key.kernel == "fa2_bwd_tf32":
+            found.append(counts.executed["mma.m16n8k8.tf32"])
+        return counts
+
+    with mock.patch.object(machine, "_run", run):
+        dout, q, k, v = arrays
+        got = emulated(90, dout, q, k, v)
+    assert_gradients_within_rounding(got, exact_gradients(dout, q, k, v))
+    return int(*found)
+
+
+@pytest.mark.parametrize("size", [2.0**-113, 1e-40, 2.0**31, 1e12], ids=str)
+@pytest.mark.parametrize(("name", "blocks"), [("dout", 0), ("q", 0), ("k", 2), ("v", 2)])
+def test_what_tf32_cannot_hold_is_multiplied_on_cuda_cores(
+    name: str, blocks: int, size: float
+) -> None:
+    """By the blocks that meet it: of queries by all three, of keys by their own."""
+    arrays = dict(zip(("dout", "q", "k", "v"), arrays_of(40, 150, "float32"), strict=True))
+    every = products_on_tensor_cores(*arrays.values())
+    assert every
+    arrays[name][7, 3] = size
+    assert products_on_tensor_cores(*arrays.values()) == every * blocks // 3

@@ -5,8 +5,8 @@
 //         lse and D of each row, in the workspace (bwd_rows); rows 16-byte aligned
 //   out   dk [B, Hkv, Tk, D]   dv [B, Hkv, Tk, Dv]
 //         dQ without the scale, added to the workspace (then bwd_queries)
-//   grid  B * Hkv * ceil(Tk / kBlockN)          block kThreads; a warp owns kBlockN / warps keys
-//   smem  one tile each of K, V, Q, dO and dS; lse and D
+//   grid  B * Hkv * ceil(Tk / kBlockN)          block kThreads; kShare warps own 16 keys together
+//   smem  one tile each of K, V, Q, dO, P and dS; lse and D
 //
 // Numbers are sums of two of TF32 (tile/wide_fragment.cuh). A block that meets others does all of
 // its work on CUDA cores.
@@ -21,8 +21,8 @@
 #include "tile/tf32.cuh"
 #include "tile/transposed.cuh"
 
-// Warps that share 16 keys: each computes the scores of as many queries, and sums of as many slabs
-// of 32 columns.
+// Warps that own the same keys share the work: of scores each has its part of the queries, of the
+// sums every kShare-th slab of 32 columns.
 constexpr int kWarps = kThreads / 32, kKeyWarps = kBlockN / 16, kShare = kWarps / kKeyWarps;
 constexpr int kQueries = kBlockM / kShare;
 static_assert(kWarps == kShare * kKeyWarps && kKeyWarps < 16 && kQueries % 16 == 0);
@@ -31,8 +31,8 @@ static_assert(kDType == kFloat32 && kAligned && kStages == 1);
 DEVICE int first_key() { return 16 * (warp() % kKeyWarps); }
 DEVICE int share() { return warp() / kKeyWarps; }
 
-// S^T = K Q^T, so that P^T and dS^T are left operands of the products that end in dV and dK. To
-// those who ask, rows are queries, from `kFirst` shares on, and columns keys.
+// S^T = K Q^T, so that P^T and dS^T are left operands of the products that end in dV and dK: of all
+// queries, or of a warp's share. To those who ask, rows are queries and columns keys.
 template <class Unit, int kCount>
 struct KeyScores : Transposed<typename Unit::template Scores<1, kCount / 8>> {
   using Base = Transposed<typename Unit::template Scores<1, kCount / 8>>;
@@ -54,7 +54,7 @@ struct Tiles {
   using TileV = SwizzledTile<kBlockN, kHeadDimV>;
   using TileQ = SwizzledTile<kBlockM, kHeadDim>;
   using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
-  using TileS = SwizzledTile<kBlockM, kBlockN>;    // of dS
+  using TileS = SwizzledTile<kBlockM, kBlockN>;    // of P and of dS
   static constexpr int kBytes = TileK::kBytes + TileV::kBytes + TileQ::kBytes + TileO::kBytes +
                                 2 * TileS::kBytes + RowNumbers::kBytes;
 
