@@ -234,14 +234,14 @@ def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any)
 
 def backward_units(arch: int) -> Iterator[KernelKey]:
     """Of the backward pass: a sample with the largest head dim, on Hopper for all gradients, and
-    with another for some; the features go round. Then what goes around them."""
+    there each new tile with another for some; the features go round. Then what goes around them."""
     aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
-    for i, (place, _) in enumerate(sample(arch, backward_places)):
+    for i, (place, new) in enumerate(sample(arch, backward_places)):
         kernel, scores, tile = place
         members = backward_places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
         chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if arch == 90:
+        if arch == 90 and new:
             chosen.append(members[(i * 7 + arch) % len(members)])
         for j, member in enumerate(chosen):
             features = fitting[(i + arch + j * 5) % len(fitting)]
