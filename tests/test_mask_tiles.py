@@ -97,10 +97,12 @@ KINDS = {
     "window": masked(64, "float16", window=st.tuples(BOUND, BOUND), sink=True),
     "bounded on the left": masked(192, "bfloat16", window=st.tuples(BOUND, st.none())),
     "wide": masked(256, "bfloat16"),
-    "and a bias": masked(64, "bfloat16", bias=VARIES, causal=CAUSAL),
-    "and a bias, wide": masked(256, "float16", bias=VARIES),
+    "and a bias": masked(64, "bfloat16", bias=VARIES, extra_dtype="bfloat16", causal=CAUSAL),
+    "and a bias, wide": masked(256, "float16", bias=VARIES, extra_dtype="float64"),
     "a bias alone": masked(128, "float16", mask=None, bias=VARIES, extra_dtype="float16"),
-    "a bias of float32": masked(192, "bfloat16", mask=None, bias=VARIES, causal=CAUSAL),
+    "a bias of float32": masked(
+        192, "bfloat16", mask=None, bias=VARIES, extra_dtype="float32", causal=CAUSAL
+    ),
 }
 
 

@@ -27,7 +27,10 @@ def _missing() -> Iterator[str]:
 
 
 missing = list(_missing())
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
+    pytest.mark.xdist_group("smollm2"),  # in one process: all tests load the same model
+]
 
 
 @pytest.fixture(scope="module")

@@ -95,16 +95,23 @@ def places(arch: int) -> Places:
         facts = product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))
         for dtype, d, dv, seqlen, scores, causal in facts:
             tile = find_config(spec.name, dtype, d, dv, seqlen, scores, causal, device)
-            mixed = find_config(spec.name, dtype, d, dv, seqlen, Scores.MIXED, causal, device)
-            if Scores.PLAIN < scores < Scores.MIXED and tile == mixed:
+            if Scores.PLAIN < scores < Scores.MIXED and tile == find_config(
+                spec.name, dtype, d, dv, seqlen, Scores.MIXED, causal, device
+            ):
                 continue  # what it has is among what that is sampled with
             found[spec.name, scores, tile][dtype, d, dv, causal] = None
     return {place: list(members) for place, members in found.items()}
 
 
+#: These have the same shared memory, and their units the same registers: they take turns at tiles
+#: that an older one has.
+_ALIKE = (86, 89)
+
+
 def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Place, bool]]:
-    """Places of an architecture, and whether they are new: no older one has them in the same text.
-    Of others each tile with one kind of scores, that which has most to it."""
+    """Places of an architecture that are new, since no older one has them in the same text; of
+    others each tile with one kind of scores, that which has most to it. And whether a place is new
+    and its kind is that."""
     known = {
         place
         for older in ARCHS[: ARCHS.index(arch)]
@@ -114,14 +121,17 @@ def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Plac
     most: dict[tuple[str, Config], Scores] = {}
     for kernel, scores, tile in places_of(arch):
         most[kernel, tile] = max(scores, most.get((kernel, tile), scores))
-    for place in places_of(arch):
+    for i, place in enumerate(places_of(arch)):
         kernel, scores, tile = place
-        if place not in known or scores == most[kernel, tile]:
-            yield place, place not in known
+        has_most = scores == most[kernel, tile]
+        if place not in known:
+            yield place, has_most
+        elif has_most and (arch not in _ALIKE or _ALIKE[i % len(_ALIKE)] == arch):
+            yield place, False
 
 
 def units(arch: int) -> Iterator[KernelKey]:
-    """A sample with the largest head dim, which needs most registers; what is new also with
+    """A sample with the largest head dim, which needs most registers; each new tile also with
     another. The features go round."""
     for i, (place, new) in enumerate(sample(arch, places)):
         kernel, scores, tile = place
@@ -224,14 +234,14 @@ def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any)
 
 def backward_units(arch: int) -> Iterator[KernelKey]:
     """Of the backward pass: a sample with the largest head dim, on Hopper for all gradients, and
-    with another for some; the features go round. Then what goes around them."""
+    there each new tile with another for some; the features go round. Then what goes around them."""
     aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
-    for i, (place, _) in enumerate(sample(arch, backward_places)):
+    for i, (place, new) in enumerate(sample(arch, backward_places)):
         kernel, scores, tile = place
         members = backward_places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
         chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if arch == 90:
+        if arch == 90 and new:
             chosen.append(members[(i * 7 + arch) % len(members)])
         for j, member in enumerate(chosen):
             features = fitting[(i + arch + j * 5) % len(fitting)]
