@@ -28,7 +28,10 @@ import cufa
 from cufa.gpu import build
 from cufa.testing import Case
 
-settings.register_profile("default", deadline=None, print_blob=True, derandomize=False)
+# As many examples as let all tests run in a quarter of an hour on two cores.
+settings.register_profile(
+    "default", max_examples=80, deadline=None, print_blob=True, derandomize=False
+)
 settings.register_profile("ci", settings.get_profile("default"), max_examples=500)
 settings.register_profile("few", settings.get_profile("default"), max_examples=8)
 settings.load_profile("default")

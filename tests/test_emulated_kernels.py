@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 #: all kernels but Hopper's, 80 is between, 100 has rows of its own.
 ARCHS = (75, 80, 86, 90, 100)
 #: Units of each tile and kind of scores; one where they are plain and the tile serves others too.
-UNITS = defaultdict(lambda: 3, {Scores.MIXED: 5})
+UNITS = defaultdict(lambda: 2, {Scores.MIXED: 5})
 ALGORITHM = {spec.name: spec.algorithm for spec in KERNELS}
 #: Few kernels serve these.
 few_cases = partial(cases, features=["causal"], head_dims=st.integers(1, 64))

@@ -103,11 +103,6 @@ def places(arch: int) -> Places:
     return {place: list(members) for place, members in found.items()}
 
 
-#: These have the same shared memory, and their units the same registers: they take turns at tiles
-#: that an older one has.
-_ALIKE = (86, 89)
-
-
 def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Place, bool]]:
     """Places of an architecture that are new, since no older one has them in the same text; of
     others each tile with one kind of scores, that which has most to it. And whether a place is new
@@ -121,13 +116,11 @@ def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Plac
     most: dict[tuple[str, Config], Scores] = {}
     for kernel, scores, tile in places_of(arch):
         most[kernel, tile] = max(scores, most.get((kernel, tile), scores))
-    for i, place in enumerate(places_of(arch)):
+    for place in places_of(arch):
         kernel, scores, tile = place
-        has_most = scores == most[kernel, tile]
-        if place not in known:
-            yield place, has_most
-        elif has_most and (arch not in _ALIKE or _ALIKE[i % len(_ALIKE)] == arch):
-            yield place, False
+        has_most, new = scores == most[kernel, tile], place not in known
+        if new or has_most:
+            yield place, new and has_most
 
 
 def units(arch: int) -> Iterator[KernelKey]:

@@ -328,7 +328,8 @@ def get_best_config(
         The dtype of the call's bias, if it has one.
     kernel : str, default the one that "auto" takes for aligned arrays, and masks that vary by key
         "fa3_fwd_sm90", "fa2_fwd", "fa2_fwd_simt", "fa1_fwd" or "fa1_fwd_simt"; backward
-        "fa2_bwd", "fa2_bwd_dq", "fa2_bwd_simt", "fa2_bwd_dq_simt" or "fa2_bwd_dbias_simt".
+        "fa2_bwd", "fa2_bwd_tf32", "fa2_bwd_simt", "fa2_bwd_dq", "fa2_bwd_dq_simt" or
+        "fa2_bwd_dbias_simt".
     arch : int, default 90
         Compute capability times 10.
     direction : {"forward", "backward"}, default "forward"

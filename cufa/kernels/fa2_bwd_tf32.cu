@@ -101,8 +101,8 @@ struct Tiles {
 
 static_assert(kSmemBytes == Tiles::kBytes, "gpu/config.py");
 
-// P or dS of this warp's keys, in shared memory. Of eight keys the even ones come first: so ldmatrix
-// gives a lane of add_queries those that matmul_nn takes from it.
+// P or dS of this warp's keys, in shared memory. Of eight keys the even ones come first: so
+// ldmatrix gives a lane of add_queries those that matmul_nn takes from it.
 template <class Scores, class Use>
 DEVICE void each_place(Tiles::TileS tile, Scores& s, Use use) {
   constexpr int kPitch = min_of(kBlockN, Tiles::TileS::kSlabCols);  // numbers of a row of a slab

@@ -1,6 +1,6 @@
 // What the backward pass knows of each query row: in the workspace, for every head padded_rows of
-// lse, then of D, of float32 whether the row splits, then, where dQ is gathered from many blocks, of
-// its sums.
+// lse, then of D, then in float32 of `splits`, then, where dQ is gathered from many blocks, of its
+// sums.
 #pragma once
 #include "attn/tile.cuh"
 #include "base/math.cuh"
