@@ -86,7 +86,7 @@ def code_lines(path: Any) -> Iterator[tuple[int, str]]:
 
 
 def test_instructions_and_builtins_appear_only_in_ptx() -> None:
-    words = "global device forceinline launch_bounds grid_constant"
+    words = "global device forceinline noinline launch_bounds grid_constant"
     reserved = re.compile(
         rf"\basm\b|\batomic|\bmem(cpy|set|move)\b|\b(threadIdx|blockIdx|blockDim|gridDim)\b"
         rf"|\b__(?!({words.replace(' ', '|')})__\b)\w+"

@@ -166,8 +166,8 @@ template <bool kIsA, int kRows, int kDepth> struct RowReader {
   }
 };
 
-// s = a b^T: of a [rows][kDepth] this warp's rows, of b [rows][kDepth] the first kColTiles * 8; both
-// in shared memory.
+// s = a b^T, both in shared memory: this warp's rows of a [rows][kDepth], and of b [rows][kDepth]
+// the first kColTiles * 8.
 template <int kRowTiles, int kColTiles, int kRowsA, int kRowsB, int kDepth>
 DEVICE void matmul_nt(WideFragment<kRowTiles, kColTiles, false>& s, SwizzledTile<kRowsA, kDepth> a,
                       SwizzledTile<kRowsB, kDepth> b) {
