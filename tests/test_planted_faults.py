@@ -25,6 +25,7 @@ from emulator.faults_backward import (
     FA2_BWD_DQ,
     FA2_BWD_DQ_SIMT,
     FA2_BWD_SIMT,
+    FA2_BWD_TF32,
 )
 from emulator.faults_fa1 import FA1_FWD, FA1_FWD_SIMT
 from emulator.faults_fa3 import FA3_FWD_SM90
@@ -68,6 +69,7 @@ FAULTS = {
     "fa3_fwd_sm90": (*FA3_FWD_SM90, *dropout.FA3_FWD_SM90),
     "fa3_fwd_sm90 mask": MASK_TILES,
     "fa2_bwd": (*FA2_BWD, *dropout.FA2_BWD),
+    "fa2_bwd_tf32": FA2_BWD_TF32,
     "fa2_bwd_dq": FA2_BWD_DQ,
     "fa2_bwd_simt": (*FA2_BWD_SIMT, *dropout.FA2_BWD_SIMT),
     "fa2_bwd_dq_simt": FA2_BWD_DQ_SIMT,
@@ -81,6 +83,7 @@ FAULTS = {
 #: Which gradients of a call take a kernel of the backward pass.
 WANTED = {
     "fa2_bwd": ("q", "k", "v"),
+    "fa2_bwd_tf32": ("q", "k", "v"),
     "fa2_bwd_dq": ("q",),
     "fa2_bwd_simt": ("q", "k", "v"),
     "fa2_bwd_dq_simt": ("q",),

@@ -39,8 +39,10 @@ MODES = {
     "debug": ("-O0", "-g3", *_CHECKS, *_ONE_PLACE),
 }
 CHECKED_MODES = ("checked", "debug")
+# Of DWARF 5 addr2line (binutils 2.40) gives functions of the kernel's own file the unit's name.
+_LINES = ("-g1", "-gdwarf-4")
 # Units in one process share nothing, not even what the language says is one.
-_COMMON = ("-std=c++17", "-fno-gnu-unique", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off", "-g1")
+_COMMON = ("-std=c++17", "-fno-gnu-unique", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off")
 _WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
 # Without C++'s own, which no kernel calls: to search it takes longer than to link a unit.
 _LIBRARIES = ("-nodefaultlibs", "-lm", "-lgcc")
@@ -103,7 +105,7 @@ def source(unit: Unit, edit: Edit | None = None) -> str:
 def library(unit: Unit, edit: Edit | None = None) -> Path:
     """The compiled unit, a shared library."""
     text = source(unit, edit)
-    flags = [*_COMMON, *_WARNINGS, *MODES[unit.mode]]
+    flags = [*_COMMON, *_LINES, *_WARNINGS, *MODES[unit.mode]]
     flags += [f"-DCUFA_{name}={value}" for name, value in unit.defines]
     libraries = _LIBRARIES if unit.mode in CHECKED_MODES else ("--coverage",)
     digest = _digest(text, flags, libraries, _runtime().name)

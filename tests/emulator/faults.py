@@ -7,11 +7,13 @@ that was tried, one marked at times in some: only a report can tell of it.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cufa.testing import Case, Memory
+import numpy as np
+
+from cufa.testing import Case, Memory, largest
 from emulator import linear_attention
 from emulator.run import Kind
 
@@ -131,6 +133,31 @@ def _masks() -> dict[str, tuple[Case, ...]]:
     }
 
 
+@dataclass(frozen=True)
+class _Extreme(Case):
+    """The last number of one of q, k, v and dout is the largest float32, which TF32 rounds to
+    infinity; what it is multiplied by is 0."""
+
+    extreme: str = "q"
+
+    def arrays(self, xp: Any, poison: float = np.nan) -> tuple[Any, Any, Any]:
+        q, k, v = super().arrays(xp, poison)
+        self._change(q=q, k=k, v=v)
+        return q, k, v
+
+    def back(self, xp: Any, poison: float = np.nan) -> tuple[Any, Any]:
+        dout, dlse = super().back(xp, poison)
+        self._change(dout=dout)
+        return dout, dlse
+
+    def _change(self, **arrays: Any) -> None:
+        factor = {"q": "k", "k": "q", "v": "dout", "dout": "v"}[self.extreme]
+        if factor in arrays:
+            arrays[factor][..., -1] = 0
+        if self.extreme in arrays:
+            arrays[self.extreme][..., -1, -1] = largest(self.dtype)
+
+
 def _backward(**fields: object) -> dict[str, tuple[Case, ...]]:
     """Tiles of 64 queries and 64 keys."""
 
@@ -149,6 +176,24 @@ def _backward(**fields: object) -> dict[str, tuple[Case, ...]]:
         "softcap": (case(40, 65, softcap=0.5),),
         "repeated": (case(70, 65, batch=2, bias=(False,) * 4),),
         "dropout": (case(70, 65, kv_heads=2, dropout_p=0.5),),
+    }
+
+
+def _backward_tf32() -> dict[str, tuple[Case, ...]]:
+    """Small ones, since the kernel is long. Tiles of 64 queries, or of 32 where scores are more
+    than scaled, and 64 keys; in "shared" two warps have the same keys."""
+
+    def case(seqlen_q: int, seqlen_k: int, **more: object) -> Case:
+        return _case(seqlen_q, seqlen_k, **{"head_dim": 32, "head_dim_v": 32, **more})
+
+    tiny = case(65, 20, group=1, scores="tiny")
+    return {
+        "plain": (case(65, 66),),
+        "shared": (case(40, 33, head_dim=72, head_dim_v=96),),
+        "causal": (case(65, 65, causal=True),),
+        "dead rows": (case(40, 33, mask=(True,) * 4, dead_rows=True),),
+        "softcap": (case(40, 33, softcap=0.5, dropout_p=0.5),),
+        "extreme": tuple(_Extreme(**vars(tiny), extreme=name) for name in ("v", "q", "k", "dout")),
     }
 
 
@@ -174,10 +219,11 @@ PROBLEMS: dict[str, dict[str, tuple[Problem, ...]]] = {
     "fa3_fwd_sm90 mask": _masks(),
     "fa2_bwd": _backward(dtype="float16"),
     "fa2_bwd_dq": _backward(dtype="bfloat16"),
+    "fa2_bwd_tf32": _backward_tf32(),
     "fa2_bwd_simt": _backward(),
     "fa2_bwd_dq_simt": _backward(),
     "fa2_bwd_dbias_simt": _backward(bias=(True,) * 4, hidden=0.0),
-    "bwd_rows": _backward(),
+    "bwd_rows": {**_backward(), "extreme": _backward_tf32()["extreme"]},
     "bwd_queries": _backward(),
     "bwd_queries_mma": _backward(dtype="float16"),
     "bwd_sink": _backward(sink=True),

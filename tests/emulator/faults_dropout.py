@@ -91,7 +91,7 @@ FA2_BWD = (
     Fault("of a pair only the first is dropped",           WRONG,      "dropout",
           "attn/score_changes.cuh", "0x10001", "0x1"),
     Fault("rows that lie elsewhere count as pairs",        WRONG,      "dropout",
-          "tile/crews.cuh", "kRowHalf = 2, kColHalf = 1", "kRowHalf = 1, kColHalf = 1"),
+          "tile/transposed.cuh", "kRowHalf = Fragment::kColHalf,", "kRowHalf = 1,"),
 )
 FA2_BWD_SIMT = (
     Fault("what is dropped has a dP",                      WRONG,      "dropout",
