@@ -162,8 +162,8 @@ DEVICE void add_keys(Sums& sums, const Tiles& smem, const BackwardParams& p,
       });
   store(smem.p, s);
   store(smem.ds, ds);
-  if constexpr (kShare == 1) ptx::bar_warp_sync();  // those of the same keys have stored
-  else ptx::bar_sync(1 + warp() % kKeyWarps, 32 * kShare);
+  if constexpr (kShare > 1)                       // those of the same keys have stored
+    ptx::bar_sync(1 + warp() % kKeyWarps, 32 * kShare);
   if constexpr (kDv) add_product<Unit>(sums.dv, smem.p, smem.dout);  // dV += P^T dO    // line 12
   if constexpr (kDk) add_product<Unit>(sums.dk, smem.ds, smem.q);    // dK += dS^T Q    // line 16
 }

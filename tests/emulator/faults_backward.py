@@ -89,7 +89,7 @@ FA2_BWD_TF32 = (
     Fault("no barrier after rows are cleared",             RACE,       "dead rows",
           "fa2_bwd_tf32.cu", "ptx::bar_sync(); // and are", "// and are"),
     Fault("warps of the same keys do not wait",            UNWRITTEN,  "shared",
-          "fa2_bwd_tf32.cu", "else ptx::bar_sync(1 + warp() % kKeyWarps, 32 * kShare);", ""),
+          "fa2_bwd_tf32.cu", "ptx::bar_sync(1 + warp() % kKeyWarps, 32 * kShare);", ";"),
     Fault("the next Q comes while others read this one",   RACE,       "plain",
           "fa2_bwd_tf32.cu", "ptx::bar_sync(); // dS", "// dS"),
     # which numbers
