@@ -157,8 +157,8 @@ _MMA_BACKWARD = (
     _Row("fa2_bwd_tf32", 4,  80, _MIXED,    None, 224, False, ANY, Config( 32,  16,  64, 1, 1)),
     _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 128, False, ANY, Config( 64,  64, 128, 2, 1)),
     _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 128, False, ANY, Config( 64,  32, 128, 2, 1)),
-    _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 224, False, ANY, Config( 64,  32, 128, 2, 1)),
-    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 224, False, ANY, Config( 32,  16,  64, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _PLAIN,    None, 256, False, ANY, Config( 64,  32, 128, 2, 1)),
+    _Row("fa2_bwd_dq",   2,  80, _MIXED,    None, 256, False, ANY, Config( 64,  16, 128, 2, 1)),
 )
 _SIMT_BACKWARD = (
     _Row("",             4,  70, _PLAIN,    None,  64, False, ANY, Config( 64,  64, 128, 1, 2)),

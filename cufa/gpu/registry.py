@@ -112,7 +112,7 @@ BACKWARD_KERNELS = {
         KernelSpec("fa2_bwd_simt",       "fa2", FLOAT_DTYPES, 256, 70, False),
     ),
     "queries": (
-        KernelSpec("fa2_bwd_dq",         "fa2", _16_BITS,     224, 80, True),
+        KernelSpec("fa2_bwd_dq",         "fa2", _16_BITS,     256, 80, True),
         KernelSpec("fa2_bwd_dq_simt",    "fa2", FLOAT_DTYPES, 256, 70, False),
     ),
     "bias": (
