@@ -22,7 +22,8 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     Returns
     -------
     y : array, shape (..., outer)
-        What its dtype cannot hold is infinite.
+        What its dtype cannot hold is infinite. On CuPy the product is rounded before `bias` is
+        added.
     """
     with np.errstate(all="ignore"):  # as in attention
         y = _product(_rows(x), weight)

@@ -206,3 +206,13 @@ def test_what_tf32_cannot_hold_is_multiplied_on_cuda_cores(
     assert every
     arrays[name][7, 3] = size
     assert products_on_tensor_cores(*arrays.values()) == every * blocks // 3
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_a_large_gradient_of_lse_is_multiplied_on_cuda_cores(size: float) -> None:
+    dout, q, k, v = arrays_of(5, 9, "float32")
+    q, k = q / 2**33, k / 2**33
+    dlse = np.full(5, size, np.float32)
+    out, lse = cufa.attention(q, k, v, return_lse=True)
+    got = attention_backward(emulator(90), dout, q, k, v, out, lse, dlse=dlse)
+    assert_gradients_within_rounding(got, exact_gradients(dout, q, k, v, dlse=dlse))

@@ -43,7 +43,7 @@ DEVICE Real dot_of(const Elem* dout, const Elem* o, int cols) {
 }
 
 // How many numbers of this lane's part of a row do not split.
-DEVICE Real unsplit(const Elem* row, int cols) {
+DEVICE Real count_unsplit(const Elem* row, int cols) {
   Real count = 0;
   if constexpr (kDType == kFloat32) {
     for (int col = row_lane() * kRun; col < cols; col += kRowLanes * kRun) {
@@ -68,24 +68,28 @@ bwd_rows(const __grid_constant__ BackwardParams p) {
   for (int i = 0; i < kBlockM; i += kRowsAtOnce) {
     const int row = tile.row0 + i + ptx::tid_x() / kRowLanes;
     const bool exists = row < p.seqlen_q;
-    Real lse = infinity(), delta = 0, whole = 0;
+    Real lse = infinity(), delta = 0, unsplit = 0;
+    bool counts = false;                          // what comes back to others goes nowhere
     if (exists) {
       const Elem* const dout = tile.dout(p) + row * p.dout_stride.row;
       lse = static_cast<const Real*>(p.lse)[head + row];
+      counts = !(lse < -Real(kMostLse));
       delta = dot_of(dout, tile.o(p) + row * p.o_stride.row, p.head_dim_v);
-      whole = unsplit(dout, p.head_dim_v) + unsplit(tile.q(p) + row * p.q_stride.row, p.head_dim);
+      unsplit = count_unsplit(tile.q(p) + row * p.q_stride.row, p.head_dim);
+      if (counts) unsplit += count_unsplit(dout, p.head_dim_v);
     }
     delta = row_sum<kRowLanes>(delta);
-    if constexpr (kDType == kFloat32) whole = row_sum<kRowLanes>(whole);
+    if constexpr (kDType == kFloat32) unsplit = row_sum<kRowLanes>(unsplit);
     if (row_lane() != 0) continue;
     if (exists && p.dlse) delta -= static_cast<const Real*>(p.dlse)[head + row];
-    // What comes back to others goes nowhere.
-    const bool counts = exists && !(lse < -Real(kMostLse));
     // 16 bits scale scores and lse before they subtract one from the other.
     if (sizeof(Elem) == 2 && lse > Real(kMostLse)) lse = Real(kMostLse);
     rows.lse[row] = counts ? lse : infinity();
-    rows.delta[row] = counts ? delta : Real(0);
-    if constexpr (kDType == kFloat32) rows.splits[row] = whole == 0 ? 1 : 0;
+    delta = counts ? delta : Real(0);
+    rows.delta[row] = delta;
+    // dS is multiplied too; it is at most as large as dP and D.
+    if constexpr (kDType == kFloat32)
+      rows.splits[row] = unsplit == 0 && abs_of(delta) < Real(kMostDelta) ? 1 : 0;
   }
   if constexpr (kDq) {
     auto* sums = reinterpret_cast<Vec<Real, kRealVec>*>(rows.dq_sums + i64(tile.row0) * kHeadDim);

@@ -62,7 +62,7 @@ struct Tiles {
   TileV v;
   TileQ q;
   TileO dout;
-  TileS p, ds;
+  TileS weights, changes;  // P and dS
   RowNumbers numbers;
 
   DEVICE explicit Tiles(u32 smem)
@@ -70,9 +70,9 @@ struct Tiles {
         v{k.base + TileK::kBytes},
         q{v.base + TileV::kBytes},
         dout{q.base + TileQ::kBytes},
-        p{dout.base + TileO::kBytes},
-        ds{p.base + TileS::kBytes},
-        numbers(ds.base + TileS::kBytes) {}
+        weights{dout.base + TileO::kBytes},
+        changes{weights.base + TileS::kBytes},
+        numbers(changes.base + TileS::kBytes) {}
 
   DEVICE void load_keys_async(const BackwardParams& p, const KeyTile& keys) const {
     copy_rows_async(k, keys.k(p), p.k_stride.row, keys.key0(), p.seqlen_k, p.head_dim);
@@ -101,8 +101,9 @@ struct Tiles {
 
 static_assert(kSmemBytes == Tiles::kBytes, "gpu/config.py");
 
-// P or dS of this warp's keys, in shared memory. Of eight keys the even ones come first: so
-// ldmatrix gives a lane of add_queries those that matmul_nn takes from it.
+// P or dS of this warp's keys, in shared memory. Of eight keys the even ones lie in the first 16
+// bytes, the odd ones in the next: so ldmatrix gives a lane of add_queries those that matmul_nn
+// takes from it.
 template <class Scores, class Use>
 DEVICE void each_place(Tiles::TileS tile, Scores& s, Use use) {
   constexpr int kPitch = min_of(kBlockN, Tiles::TileS::kSlabCols);  // numbers of a row of a slab
@@ -125,10 +126,11 @@ template <class Scores> DEVICE void store(Tiles::TileS tile, Scores& s) {
   each_place(tile, s, [](f32& place, f32& x) { place = x; });
 }
 template <class Scores> DEVICE void load(Scores& s, Tiles::TileS tile) {
-  each_place(tile, s, [](f32& place, f32& x) { x = *const_cast<volatile f32*>(&place); });
+  // Else the compiler would keep in registers what it has loaded once.
+  each_place(tile, s, [](volatile f32& place, f32& x) { x = place; });
 }
 
-// This warp's sums += weights^T x.
+// This warp's sums += weights^T x: dV += P^T dO, dK += dS^T Q.
 template <class Unit, int kOwn, int kCols>
 DEVICE void add_product(Slab (&sums)[kOwn], Tiles::TileS weights, SwizzledTile<kBlockM, kCols> x) {
 #pragma unroll
@@ -148,24 +150,24 @@ DEVICE void add_keys(Sums& sums, const Tiles& smem, const BackwardParams& p,
   using Scores = KeyScores<Unit, kQueries>;
   const Tile rows = walk.rows();
   const int key0 = walk.keys.key0();
-  // matmul_nt takes rows 16 * warp() and on from its left operand.
-  const int up = kBlockN * share(), down = kQueries * share();
+  const int shift = first_key() - 16 * warp();    // matmul_nt takes rows 16 * warp() and on
+  const int down = kQueries * share();
   Scores s, ds;
-  matmul_nt(s, smem.k.from_row(-up), smem.q.from_row(down));  // S^T = K Q^T            // line 10
+  matmul_nt(s, smem.k.from_row(shift), smem.q.from_row(down));  // S^T = K Q^T            // line 10
   const auto hide = [&](Scores& x) {
     if (kMask || !walk.are_whole(rows.row0, kBlockM)) apply_mask(x, p, rows, key0);
   };
   score_gradients<Back::kProduct>(                // S becomes P, dP becomes dS  // lines 11 and 14
       s, ds, p, rows, key0, smem.numbers.lse, smem.numbers.delta, hide,
       [&](Scores& x) {                            // dP^T = V dO^T                      // line 13
-        matmul_nt(x, smem.v.from_row(-up), smem.dout.from_row(down));
+        matmul_nt(x, smem.v.from_row(shift), smem.dout.from_row(down));
       });
-  store(smem.p, s);
-  store(smem.ds, ds);
+  store(smem.weights, s);
+  store(smem.changes, ds);
   if constexpr (kShare > 1)                       // those of the same keys have stored
     ptx::bar_sync(1 + warp() % kKeyWarps, 32 * kShare);
-  if constexpr (kDv) add_product<Unit>(sums.dv, smem.p, smem.dout);  // dV += P^T dO    // line 12
-  if constexpr (kDk) add_product<Unit>(sums.dk, smem.ds, smem.q);    // dK += dS^T Q    // line 16
+  if constexpr (kDv) add_product<Unit>(sums.dv, smem.weights, smem.dout);               // line 12
+  if constexpr (kDk) add_product<Unit>(sums.dk, smem.changes, smem.q);                  // line 16
 }
 
 // What it adds to dQ, once all of dS is there: a warp has 16 rows of a slab at a time.
@@ -175,7 +177,7 @@ template <class Unit> DEVICE void add_queries(const Tiles& smem, f32* sums) {
 #pragma unroll 1
   for (int i = warp(); i < kBlockM / 16 * kSlabs; i += kWarps) {
     const int row0 = i / kSlabs * 16, slab = i % kSlabs;
-    const RowReader<true, kBlockM, kBlockN> rows(smem.ds, row0);
+    const RowReader<true, kBlockM, kBlockN> rows(smem.changes, row0);
     Changes ds;
 #pragma unroll
     for (int k = 0; k < kBlockN / 16; ++k) {

@@ -13,6 +13,7 @@
 #include "ptx/barrier.cuh"
 #include "tile/copy_async.cuh"
 #include "tile/matrix_unit.cuh"
+#include "tile/tf32.cuh"
 
 using TileQ = SwizzledTile<kBlockM, kHeadDim>;
 using TileK = SwizzledTile<kBlockN, kHeadDim>;
@@ -23,9 +24,6 @@ constexpr int kRowTiles = kBlockM / (16 * kWarps);
 static_assert(kBlockM == kRowTiles * 16 * kWarps, "every warp owns whole 16-row tiles");
 static_assert(kSmemBytes == TileQ::kBytes + TileK::kBytes + TileV::kBytes, "gpu/config.py");
 static_assert(kAligned && kStages == 1);
-
-// Of a smaller number the lower of two TF32 numbers is denormal and lacks digits.
-constexpr f32 kLeast = 0x1p-112f;
 
 // One tile of queries. With kCheck: false, and nothing stored, if a result is not finite, or small.
 template <class Unit, bool kCheck> DEVICE bool attend(const Params& p) {
@@ -75,7 +73,7 @@ template <class Unit, bool kCheck> DEVICE bool attend(const Params& p) {
   Real lse[Output::kRows];
   softmax.finish(o, p, tile, lse);              // divides by l
   if constexpr (kCheck)
-    if (ptx::bar_red_or(!is_within(o, kLeast * kept_scale(p)))) return false;
+    if (ptx::bar_red_or(!is_within(o, kLeastSplit * kept_scale(p)))) return false;
   store_output(o, p, tile);
   store_lse(o, lse, p, tile);
   return true;

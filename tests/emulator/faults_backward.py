@@ -94,7 +94,7 @@ FA2_BWD_TF32 = (
           "fa2_bwd_tf32.cu", "ptx::bar_sync(); // dS", "// dS"),
     # which numbers
     Fault("the second share's keys lie past those of K",   WRONG,      "shared",
-          "fa2_bwd_tf32.cu", "smem.k.from_row(-up)", "smem.k"),
+          "fa2_bwd_tf32.cu", "smem.k.from_row(shift)", "smem.k"),
     Fault("both shares have the first queries",            WRONG,      "shared",
           "fa2_bwd_tf32.cu", "smem.q.from_row(down)", "smem.q"),
     Fault("a share adds to the other's columns",           WRONG,      "shared",
@@ -236,11 +236,11 @@ BWD_ROWS = (
     Fault("all lanes of a row write",                      OUTPUT,     "plain",
           "bwd_rows.cu", "if (row_lane() != 0) continue;", ""),
     Fault("every row splits",                              WRONG,      "extreme",
-          "bwd_rows.cu", "whole == 0 ? 1 : 0", "1"),
+          "bwd_rows.cu", "unsplit == 0 && abs_of(delta) < Real(kMostDelta) ? 1 : 0", "1"),
     Fault("each lane looks at its part of Q and dO alone", WRONG,      "extreme",
-          "bwd_rows.cu", "whole = row_sum<kRowLanes>(whole);", ";"),
+          "bwd_rows.cu", "unsplit = row_sum<kRowLanes>(unsplit);", ";"),
     Fault("nobody looks at dO",                            WRONG,      "extreme",
-          "bwd_rows.cu", "unsplit(dout, p.head_dim_v) +", ""),
+          "bwd_rows.cu", "if (counts) unsplit += count_unsplit(dout, p.head_dim_v);", ""),
 )
 BWD_QUERIES = (
     Fault("a query past the end is stored",                OUTPUT,     "plain",

@@ -7,12 +7,13 @@
 
 struct RowNumbers {
   static constexpr int kBytes = 2 * kBlockM * int(sizeof(Real));
+  static_assert(2 * kBlockM <= kThreads * kRealVec, "a thread copies 16 bytes at most");
 
   Real *lse, *delta;
 
   DEVICE explicit RowNumbers(u32 smem) : lse(&shared<Real>(smem)), delta(lse + kBlockM) {}
 
-  // A part of a group of copies. Rows past the end of a head are there.
+  // A part of a group of copies. The workspace has rows past a head's end.
   DEVICE void load_async(const BackwardRows& rows, int row0) const {
     const int i = ptx::tid_x() * kRealVec;
     if (i >= 2 * kBlockM) return;

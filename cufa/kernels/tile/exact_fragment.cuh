@@ -1,5 +1,5 @@
-// The fragments of wide_fragment.cuh with products on CUDA cores, slowly. For numbers that are not
-// the sum of two TF32 numbers: infinities, NaN, and what is next to the largest float32.
+// The fragments of wide_fragment.cuh with products on CUDA cores, slowly. For numbers that
+// tensor cores cannot multiply: infinities, NaN, very large and very small ones (tile/tf32.cuh).
 #pragma once
 #include "tile/wide_fragment.cuh"
 

@@ -32,7 +32,8 @@ template <int kRows, int kCols> struct SwizzledTile {
   u32 base;  // a multiple of 1024
 
   DEVICE u32 slab(int i) const { return base + i * (kRows * 128); }
-  // The tile as it is from row `rows` on, a multiple of 8; there is no half slab.
+  // The tile whose row 0 is row `rows` of this one, or so far before it; a multiple of 8. There is
+  // no half slab.
   DEVICE SwizzledTile from_row(int rows) const {
     static_assert(!kHalfSlab);
     return {base + rows * 128};

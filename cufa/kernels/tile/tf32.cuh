@@ -1,12 +1,15 @@
 // float32 as the sum of two TF32 numbers, in which tensor cores multiply it.
 // Source: Ootomo and Yokota, arXiv:2203.03341.
 #pragma once
-#include "ptx/cvt.cuh"
+#include "base/math.cuh"
 
-// Whether products of tensor cores may take a number: 0, or of a size from 2^-112, below which the
-// lower part lacks digits, to below 2^31, so that no sum of products of three of them overflows.
+// Of a smaller number the lower part is denormal and lacks digits.
+constexpr f32 kLeastSplit = 0x1p-112f;
+// No sum of products of three numbers below it overflows, nor of one and D below the latter.
+constexpr f32 kMostSplit = 0x1p31f, kMostDelta = 0x1p62f;
+
+// Whether products of tensor cores may take a number.
 DEVICE bool splits(f32 x) {
-  constexpr u32 kLeast = (127 - 112) << 23, kSizes = (112 + 31) << 23;
-  const u32 size = ptx::mov_b32(x) & 0x7fffffff;
-  return size == 0 || size - kLeast < kSizes;
+  const f32 size = abs_of(x);
+  return size == 0.f || (size >= kLeastSplit && size < kMostSplit);
 }

@@ -4,6 +4,7 @@
 
 template <class Fragment> struct Transposed : Fragment {
   static constexpr int kRows = Fragment::kCols, kCols = Fragment::kRows;
+  static constexpr int kRowLanes = 32 / Fragment::kRowLanes, kRun = 1;
   static constexpr int kRowHalf = Fragment::kColHalf, kColHalf = Fragment::kRowHalf;
 
   DEVICE auto& at(int r, int c) { return Fragment::at(c, r); }

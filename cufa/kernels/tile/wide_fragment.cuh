@@ -4,7 +4,8 @@
 // float32 has no tensor core of its own. A number is the sum of two TF32 numbers, and a product the
 // sum of three of theirs (Ootomo and Yokota, arXiv:2203.03341): what the fourth would add is below
 // float32's rounding. Tensor cores truncate what they add up, so no sum in them is longer than
-// head_dim or a block of keys, and over head_dim the small products have accumulators of their own.
+// head_dim or a block of keys or queries, and over head_dim the small products have accumulators of
+// their own.
 #pragma once
 #include "ptx/ld_shared.cuh"
 #include "tile/mma_fragment.cuh"
@@ -212,7 +213,7 @@ DEVICE void matmul_nt(WideFragment<kRowTiles, kColTiles, false>& s, SwizzledTile
 }
 
 // o += p v: p as S was left, v [kKeyTiles * 8][kColTiles * 8] in shared memory. In the places of
-// k = lane % 4 and 4 further are the keys 2 (lane % 4) and the next, whose weights a lane holds.
+// k = lane % 4 and 4 further are rows 2 (lane % 4) of v and the next, whose weights a lane holds.
 template <int kRowTiles, int kColTiles, int kKeyTiles>
 DEVICE void matmul_nn(WideFragment<kRowTiles, kColTiles, true>& o,
                       const WideFragment<kRowTiles, kKeyTiles, false>& p,
