@@ -93,7 +93,8 @@ def exact_gradients(
       it, and dS behind it, may be rounded to the dtype: ``u`` and half the smallest number again.
     - dQ, dK, dV: the errors of P or dS times the other factor, ``(sqrt(n) + 8) * eps`` times what a
       sum of n products adds up, two units in the last place of the largest element of the row, the
-      accumulator's smallest number for each product, in dV times what dropout multiplies by.
+      accumulator's smallest number for each product, in dV times what dropout multiplies by; in dQ
+      the scale times its smallest normal one for each key, which sums over blocks may lose.
     - dbias and dsink: the same for sums of dS and of ``exp(sink - lse) * D``.
     """
     dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
@@ -201,6 +202,7 @@ class _Errors:
 
         scale, softcap = options.get("scale"), options.get("softcap")
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else abs(scale)
+        self.scale = scale
         self.by_product, self.by_product_off = scale * abs(self.ds), scale * self.ds_off
         if softcap is not None:
             plain = {"scale": options.get("scale"), "layout": self.layout}
@@ -219,6 +221,7 @@ class _Errors:
 
     def of_queries(self) -> Array:
         bound = self._product(self.by_product, self.by_product_off, self.by_head("k"))
+        bound += self.scale * self.shape[3] * smallest_normal(self.given["q"].dtype)
         return self._back(bound, "q")
 
     def of_keys(self) -> Array:

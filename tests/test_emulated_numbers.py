@@ -216,3 +216,21 @@ def test_a_large_gradient_of_lse_is_multiplied_on_cuda_cores(size: float) -> Non
     out, lse = cufa.attention(q, k, v, return_lse=True)
     got = attention_backward(emulator(90), dout, q, k, v, out, lse, dlse=dlse)
     assert_gradients_within_rounding(got, exact_gradients(dout, q, k, v, dlse=dlse))
+
+
+def test_sums_of_dq_that_are_denormal_are_within_rounding() -> None:
+    """Sums of float32 over blocks count denormals as 0."""
+    dout, q, k, v = arrays_of(1, 80, "float32")
+    q[:], dout[:], v[:] = 0, 2.0**-111, (np.arange(80) % 2 == 0)[:, None]
+    k[:] = 0
+    k[:, 0] = np.where(np.arange(80) % 2 == 0, -(2.0**-20), 2.0**-20)
+    got = emulated(90, dout, q, k, v, scale=1.0)
+    assert_gradients_within_rounding(got, exact_gradients(dout, q, k, v, scale=1.0))
+
+
+@pytest.mark.parametrize("arch", [75, 80, 90])
+def test_an_infinite_value_in_another_block_of_keys_is_infinite_in_dk(arch: int) -> None:
+    dout, q, k, v = (abs(a) for a in arrays_of(1, 128, "float32"))
+    v[100, 0] = np.inf
+    dk = emulated(arch, dout, q, k, v, wrt=["k", "v"]).dk
+    assert (dk[:64] == -np.inf).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import re
 
@@ -276,6 +277,26 @@ def test_the_other_byte_order_is_refused():
     call = good_call(np)
     call["q"] = call["q"].astype(">f4")
     refuse(cufa.attention, call, DTypeError, r"q is stored in the other byte order \(>f4\)")
+
+
+class Never(str):
+    """A word that counts as false."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class Word(str, enum.Enum):
+    TOP_LEFT = "top_left"
+
+
+@pytest.mark.parametrize("word", [Never("top_left"), Word.TOP_LEFT, np.str_("top_left")], ids=type)
+def test_a_word_counts_as_its_letters_for_this_call_and_for_later_ones(word):
+    q, k = np.ones((3, 7), "float32"), np.ones((5, 7), "float32")
+    v = np.arange(35, dtype="float32").reshape(5, 7)
+    want, _ = cufa.reference.attention(q, k, v, causal="top_left")
+    for causal in (word, "top_left"):
+        np.testing.assert_allclose(cufa.attention(q, k, v, causal=causal), want, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass")
