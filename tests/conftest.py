@@ -28,7 +28,7 @@ import cufa
 from cufa.gpu import build
 from cufa.testing import Case
 
-# As many examples as let all tests run in a quarter of an hour on two cores.
+# As many examples as let all tests run in about twenty minutes on two cores.
 settings.register_profile(
     "default", max_examples=80, deadline=None, print_blob=True, derandomize=False
 )
