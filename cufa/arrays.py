@@ -91,7 +91,12 @@ def describe(name: str, a: Any) -> ArrayFacts:
     DTypeError
         `a` is neither, or is a subclass whose extra meaning would be lost.
     """
-    return ArrayFacts._make(facts_of(name, a)[:-1])
+    return array_facts(facts_of(name, a))
+
+
+def array_facts(given: Facts) -> ArrayFacts:
+    """All but where the array starts."""
+    return ArrayFacts._make(given[:-1])
 
 
 def facts_of(name: str, a: Any) -> Facts:
@@ -256,7 +261,7 @@ def sign(
 def _signature(*given: Any) -> Signature:
     """From `Facts` and plain options; to find one takes less than to make it."""
     arrays, options = given[: len(Arrays._fields)], given[len(Arrays._fields) :]
-    facts = [None if a is None else ArrayFacts._make(a[:-1]) for a in arrays]
+    facts = [None if a is None else array_facts(a) for a in arrays]
     q, k, v, *_, out = arrays
     aligned = all(a[-1] for a in (q, k, v, out) if a is not None)
     return Signature._make([*facts, *options[:-1], aligned, options[-1]])

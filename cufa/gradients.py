@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from cufa.arrays import Arrays, Facts, facts_of
+from cufa.arrays import Arrays, Facts, array_facts, facts_of
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from cufa.options import dtype_name, shown
 from cufa.problem import (
@@ -149,10 +149,10 @@ def _backward_signature(
 ) -> BackwardSignature:
     return BackwardSignature(
         forward,
-        ArrayFacts._make(dout[:-1]),
-        ArrayFacts._make(out[:-1]),
-        ArrayFacts._make(lse[:-1]),
-        None if dlse is None else ArrayFacts._make(dlse[:-1]),
+        array_facts(dout),
+        array_facts(out),
+        array_facts(lse),
+        None if dlse is None else array_facts(dlse),
         wrt,
         deterministic,
         dout[-1] and out[-1],

@@ -64,13 +64,15 @@ def shown(value: Any) -> str:
 
 def plain_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """An option that is one of a few words or truth values."""
-    if isinstance(value, (bool, str)):
-        # It becomes a part of keys: a subclass of str may be equal to others and yet not the same.
-        plain = value if type(value) in (bool, str) else str.__str__(value)
-        if plain in allowed:
-            return plain
-    if isinstance(value, np.bool_):
-        return plain_choice(name, bool(value), allowed)
+    plain: Any = None
+    if type(value) in (bool, str):
+        plain = value
+    elif isinstance(value, np.bool_):
+        plain = bool(value)
+    elif isinstance(value, str):
+        plain = str.__str__(value)  # a subclass may be equal to others, and yet another key
+    if plain in allowed:
+        return plain
     raise ArgumentError(
         f"{name} is {shown(value)}; it must be one of {', '.join(map(repr, allowed))}"
     )

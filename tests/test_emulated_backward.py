@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from emulator import build, coverage
 from emulator.build import Unit
-from emulator.machine import Emulator, attention_backward, backward_keys, emulator
+from emulator.machine import Emulator, attention_backward, backward_keys, emulator, watched
 from emulator.run import Order, Schedule
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -281,12 +281,11 @@ def test_deterministic_gradients_have_the_same_bits_in_any_order_of_threads(case
 
 def test_nothing_is_added_up_atomically_where_results_are_deterministic() -> None:
     machine, (arrays, _) = Emulator(90), saved(Case(seqlen_q=40, seqlen_k=90))
-    steps = []
-    with mock.patch.object(machine, "_run", side_effect=machine._run) as run:
+    with watched(machine) as launches:
         attention_backward(machine, *arrays, deterministic=True)
-        steps = [call.args[2].key for call in run.call_args_list]
-    assert [key.kernel for key in steps] == ["bwd_rows", "fa2_bwd_tf32", "fa2_bwd_dq_simt"]
-    assert not any(key.dq for key in steps[:2])
+    keys = [key for key, _ in launches]
+    assert [key.kernel for key in keys] == ["bwd_rows", "fa2_bwd_tf32", "fa2_bwd_dq_simt"]
+    assert not any(key.dq for key in keys[:2])
 
 
 @pytest.mark.parametrize(
@@ -302,19 +301,15 @@ def test_tiles_that_see_none_of_the_keys_are_not_computed(
     machine = Emulator(90)
     q, k, v = (np.ones((n, 64), np.float32) for n in (seqlen_q, seqlen_k, seqlen_k))
     out, lse = cufa.attention(q, k, v, return_lse=True, **options)
-    added = []
-
-    def run(kernel: Any, params: Any, step: Any, arrays: Any) -> Any:
-        counts = Emulator._run(machine, kernel, params, step, arrays)
-        if step.key.kernel == "fa2_bwd_tf32":
-            added.append((step.key.config, counts.executed["red.add"]))
-        return counts
-
-    with mock.patch.object(machine, "_run", run):
+    with watched(machine) as launches:
         attention_backward(machine, out, q, k, v, out, lse, wrt=["q", "k"], **options)
     scores, keys = np.ones((seqlen_q, seqlen_k)), np.eye(seqlen_k)
     weights, _ = cufa.reference.attention(scores, keys, keys, **options)
-    ((tile, additions),) = added
+    ((tile, additions),) = (
+        (key.config, counts.executed["red.add"])
+        for key, counts in launches
+        if key.kernel == "fa2_bwd_tf32"
+    )
     tiles = sum(
         weights[i : i + tile.block_m, j : j + tile.block_n].any()
         for i in range(0, seqlen_q, tile.block_m)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from emulator import build
-from emulator.machine import Emulator, attention, attention_backward, emulator
+from emulator.machine import attention, attention_backward, emulator, watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -180,19 +179,11 @@ def test_a_weight_of_nan_is_nan_where_it_is_dropped_too(
 
 def products_on_tensor_cores(*arrays: Any) -> int:
     """Instructions of the kernel whose blocks own keys, in a backward pass of float32."""
-    machine, found = emulator(90), []
-
-    def run(kernel: Any, params: Any, step: Any, held: Any) -> Any:
-        counts = Emulator._run(machine, kernel, params, step, held)
-        if step.key.kernel == "fa2_bwd_tf32":
-            found.append(counts.executed["mma.m16n8k8.tf32"])
-        return counts
-
-    with mock.patch.object(machine, "_run", run):
-        dout, q, k, v = arrays
-        got = emulated(90, dout, q, k, v)
-    assert_gradients_within_rounding(got, exact_gradients(dout, q, k, v))
-    return int(*found)
+    with watched(emulator(90)) as launches:
+        got = emulated(90, *arrays)
+    assert_gradients_within_rounding(got, exact_gradients(*arrays))
+    ((_, counts),) = (launch for launch in launches if launch[0].kernel == "fa2_bwd_tf32")
+    return counts.executed["mma.m16n8k8.tf32"]
 
 
 @pytest.mark.parametrize("size", [2.0**-113, 1e-40, 2.0**31, 1e12], ids=str)

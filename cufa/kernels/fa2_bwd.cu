@@ -10,21 +10,17 @@
 //
 // One crew weighs: S^T, P^T and dV; the other has dP^T, dS^T and dK. Both multiply dS by K, a step
 // later: one barrier a step is enough, and one crew's exponentials run under the other's products.
+#include "attn/query_rows.cuh"
 #include "attn/query_walk.cuh"
-#include "attn/row_numbers.cuh"
 #include "attn/score_changes.cuh"
 #include "attn/score_mod.cuh"
 #include "attn/store_pairs.cuh"
 #include "attn/weights.cuh"
-#include "tile/clear_rows.cuh"
-#include "tile/copy_async.cuh"
 #include "tile/crews.cuh"
 #include "tile/mma_grid.cuh"
 
 using TileK = SwizzledTile<kBlockN, kHeadDim>;
 using TileV = SwizzledTile<kBlockN, kHeadDimV>;
-using TileQ = SwizzledTile<kBlockM, kHeadDim>;
-using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
 using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
 // Scores that a lane holds at once: 64, or 32 where the compiler, with less to put side by side,
 // would not make do with the registers; those of 16 queries beside random words. And of how many
@@ -32,32 +28,20 @@ using TileS = SwizzledTile<kBlockN, kBlockM>;    // of dS^T
 constexpr int kScoresOfLane = kDropout ? 8 * kKeyTiles : kDq && kDk && kDv ? 64 : 32;
 constexpr int kQueries = min_of(kBlockM, 32 * kScoresOfLane / (16 * kKeyTiles));
 using Scores = KeyScores<kQueries / 8>;
-using Sums = KeySums<kKeyTiles, max_of(kHeadDim, kHeadDimV) / 8>;
+using Sums = KeySums<max_of(kHeadDim, kHeadDimV) / 8>;
 
-// What a query tile has in shared memory: dS in one of two places, the others in one of kStages.
-struct Step {
-  static constexpr int kLoadedBytes = TileQ::kBytes + TileO::kBytes;
-  static constexpr int kBytes = 2 * TileS::kBytes + kStages * (kLoadedBytes + RowNumbers::kBytes);
+// A query tile: its dS is in one of two places, all else that it has in one of kStages.
+struct Step : QueryRows {
+  static constexpr int kBytes = 2 * TileS::kBytes + kStages * QueryRows::kBytes;
 
   TileS ds;
-  TileQ q;
-  TileO dout;
-  RowNumbers numbers;
 
   // Step i; all have kBytes from `smem` on.
   DEVICE Step(u32 smem, int i)
-      : ds{smem + i % 2 * TileS::kBytes},
-        q{smem + 2 * TileS::kBytes + i % kStages * kLoadedBytes},
-        dout{q.base + TileQ::kBytes},
-        numbers(smem + 2 * TileS::kBytes + kStages * kLoadedBytes +
-                i % kStages * RowNumbers::kBytes) {}
-
-  DEVICE void load_async(const BackwardParams& p, const Tile& rows) const {
-    copy_rows_async(q, rows.q(p), p.q_stride.row, rows.row0, p.seqlen_q, p.head_dim);
-    copy_rows_async(dout, rows.dout(p), p.dout_stride.row, rows.row0, p.seqlen_q, p.head_dim_v);
-    numbers.load_async(BackwardRows(p, rows), rows.row0);
-    ptx::cp_async_commit_group();
-  }
+      : QueryRows(smem + 2 * TileS::kBytes + i % kStages * kTileBytes,
+                  smem + 2 * TileS::kBytes + kStages * kTileBytes +
+                      i % kStages * RowNumbers::kBytes),
+        ds{smem + i % 2 * TileS::kBytes} {}
 };
 
 static_assert(kSmemBytes == TileK::kBytes + TileV::kBytes + Handover::kBytes + Step::kBytes,
@@ -103,13 +87,7 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
       ptx::bar_sync();                            // Q and dO of the step before were used
       now.load_async(p, rows);
     }
-    ptx::cp_async_wait_group<0>();
-    // All are here: Q and dO, and dS of the step before, whose Q and dO were used. Rows past the
-    // end are empty too.
-    if (ptx::bar_red_or(now.numbers.finds_empty_row())) {
-      clear_rows(now.dout, [&](int row) { return now.numbers.is_empty(row); });  // 0 * NaN is NaN
-      ptx::bar_sync();                            // and are 0 for all
-    }
+    now.wait();                                   // so is dS of the step before; its Q was used
     walk.advance();
     if (kStages == 2 && !walk.is_over()) other.load_async(p, walk.rows());  // under what follows
 
@@ -119,7 +97,7 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
       s.clear();
       if (weighs) {
         const Tile part = Tile::of(rows.batch, rows.head, rows.kv_head, rows.row0 + row);
-        add_nt<true>(s.x, k_smem, first_key(), now.q, row);          // S^T = K Q^T     // line 10
+        add_nt<true>(s.x, k_smem, first_key<kCrew>(), now.q, row);    // S^T = K Q^T      // line 10
         Scores slope;
         if constexpr (kSoftcap) slope_of_cap(slope, s, p);
         score_mod(s, p, part, key0);
@@ -135,7 +113,7 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
         if (row + kQueries == kBlockM && i > 0) add_dq(other, before);
       } else {
         if (row == 0 && i > 0) add_dq(other, before);
-        add_nt<true>(s.x, v_smem, first_key(), now.dout, row);       // dP^T = V dO^T   // line 13
+        add_nt<true>(s.x, v_smem, first_key<kCrew>(), now.dout, row);  // dP^T = V dO^T   // line 13
         Handover::wait(row / kQueries);                              // P is here
         const auto changes =
             score_changes(s, handover, p, now.numbers.delta + row, row / 16);           // line 14

@@ -11,12 +11,10 @@
 // Numbers are sums of two of TF32 (tile/wide_fragment.cuh). A block that meets others does all of
 // its work on CUDA cores.
 #include "attn/epilogue.cuh"
+#include "attn/query_rows.cuh"
 #include "attn/query_walk.cuh"
-#include "attn/row_numbers.cuh"
 #include "attn/score_gradients.cuh"
-#include "ptx/barrier.cuh"
-#include "tile/clear_rows.cuh"
-#include "tile/copy_async.cuh"
+#include "tile/key_rows.cuh"
 #include "tile/matrix_unit.cuh"
 #include "tile/tf32.cuh"
 #include "tile/transposed.cuh"
@@ -28,68 +26,51 @@ constexpr int kQueries = kBlockM / kShare;
 static_assert(kWarps == kShare * kKeyWarps && kKeyWarps < 16 && kQueries % 16 == 0);
 static_assert(kDType == kFloat32 && kAligned && kStages == 1);
 
-DEVICE int first_key() { return 16 * (warp() % kKeyWarps); }
 DEVICE int share() { return warp() / kKeyWarps; }
 
 // S^T = K Q^T, so that P^T and dS^T are left operands of the products that end in dV and dK: of all
 // queries, or of a warp's share. To those who ask, rows are queries and columns keys.
 template <class Unit, int kCount>
-struct KeyScores : Transposed<typename Unit::template Scores<1, kCount / 8>> {
-  using Base = Transposed<typename Unit::template Scores<1, kCount / 8>>;
+struct KeyScores : Transposed<KeyRows<typename Unit::template Scores<1, kCount / 8>, kKeyWarps>> {
+  using Base = Transposed<KeyRows<typename Unit::template Scores<1, kCount / 8>, kKeyWarps>>;
   DEVICE static int row(int r) { return (kCount < kBlockM ? kCount * share() : 0) + Base::row(r); }
-  DEVICE static int col(int c) { return first_key() + lane() / 4 + 8 * c; }
 };
 
-// A warp's sums over queries, a row for each of its keys: slabs share(), share() + kShare, ...
-struct Slab : WideFragment<1, 4, true> {
-  DEVICE static int row(int r) { return first_key() + lane() / 4 + 8 * r; }
-};
+// A warp's sums over queries: slabs share(), share() + kShare, ...
+using Slab = KeyRows<WideFragment<1, 4, true>, kKeyWarps>;
 DEVICE constexpr int own_slabs(int cols) { return ceil_div(cols / 32, kShare); }
 struct Sums {
   Slab dk[own_slabs(kHeadDim)], dv[own_slabs(kHeadDimV)];
 };
 
-struct Tiles {
+struct Tiles : QueryRows {
   using TileK = SwizzledTile<kBlockN, kHeadDim>;
   using TileV = SwizzledTile<kBlockN, kHeadDimV>;
-  using TileQ = SwizzledTile<kBlockM, kHeadDim>;
-  using TileO = SwizzledTile<kBlockM, kHeadDimV>;  // of dO
   using TileS = SwizzledTile<kBlockM, kBlockN>;    // of P and of dS
-  static constexpr int kBytes = TileK::kBytes + TileV::kBytes + TileQ::kBytes + TileO::kBytes +
-                                2 * TileS::kBytes + RowNumbers::kBytes;
+  static constexpr int kKeyBytes = TileK::kBytes + TileV::kBytes;
+  static constexpr int kBytes = kKeyBytes + 2 * TileS::kBytes + QueryRows::kBytes;
 
   TileK k;
   TileV v;
-  TileQ q;
-  TileO dout;
   TileS weights, changes;  // P and dS
-  RowNumbers numbers;
 
   DEVICE explicit Tiles(u32 smem)
-      : k{smem},
+      : QueryRows(smem + kKeyBytes, smem + kBytes - RowNumbers::kBytes),
+        k{smem},
         v{k.base + TileK::kBytes},
-        q{v.base + TileV::kBytes},
-        dout{q.base + TileQ::kBytes},
         weights{dout.base + TileO::kBytes},
-        changes{weights.base + TileS::kBytes},
-        numbers(changes.base + TileS::kBytes) {}
+        changes{weights.base + TileS::kBytes} {}
 
   DEVICE void load_keys_async(const BackwardParams& p, const KeyTile& keys) const {
     copy_rows_async(k, keys.k(p), p.k_stride.row, keys.key0(), p.seqlen_k, p.head_dim);
     copy_rows_async(v, keys.v(p), p.v_stride.row, keys.key0(), p.seqlen_k, p.head_dim_v);
     ptx::cp_async_commit_group();
   }
-  DEVICE void load_queries_async(const BackwardParams& p, const Tile& rows) const {
-    copy_rows_async(q, rows.q(p), p.q_stride.row, rows.row0, p.seqlen_q, p.head_dim);
-    copy_rows_async(dout, rows.dout(p), p.dout_stride.row, rows.row0, p.seqlen_q, p.head_dim_v);
-    numbers.load_async(BackwardRows(p, rows), rows.row0);
-    ptx::cp_async_commit_group();
-  }
 
   // Whether all of this thread's share of the keys' numbers split.
   DEVICE bool keys_split() const {
     bool all = true;
-    for (int i = 16 * ptx::tid_x(); i < TileK::kBytes + TileV::kBytes; i += 16 * kThreads) {
+    for (int i = 16 * ptx::tid_x(); i < kKeyBytes; i += 16 * kThreads) {
       f32 x[4];
       load_chunk(x, k.base + i);
 #pragma unroll
@@ -107,7 +88,7 @@ static_assert(kSmemBytes == Tiles::kBytes, "gpu/config.py");
 template <class Scores, class Use>
 DEVICE void each_place(Tiles::TileS tile, Scores& s, Use use) {
   constexpr int kPitch = min_of(kBlockN, Tiles::TileS::kSlabCols);  // numbers of a row of a slab
-  const int key = lane() / 4, chunk = first_key() / 4 + key % 2;
+  const int key = lane() / 4, chunk = first_key<kKeyWarps>() / 4 + key % 2;
   const Tiles::TileS own{tile.slab(chunk / 8)};
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
@@ -150,7 +131,7 @@ DEVICE void add_keys(Sums& sums, const Tiles& smem, const BackwardParams& p,
   using Scores = KeyScores<Unit, kQueries>;
   const Tile rows = walk.rows();
   const int key0 = walk.keys.key0();
-  const int shift = first_key() - 16 * warp();    // matmul_nt takes rows 16 * warp() and on
+  const int shift = first_key<kKeyWarps>() - 16 * warp();  // matmul_nt takes 16 * warp() and on
   const int down = kQueries * share();
   Scores s, ds;
   matmul_nt(s, smem.k.from_row(shift), smem.q.from_row(down));  // S^T = K Q^T            // line 10
@@ -241,19 +222,14 @@ template <class Unit> DEVICE void propagate(const BackwardParams& p) {
   Sums sums;
   for (Slab& slab : sums.dk) slab.clear();
   for (Slab& slab : sums.dv) slab.clear();
-  if (!walk.is_over()) smem.load_queries_async(p, walk.rows());
+  if (!walk.is_over()) smem.load_async(p, walk.rows());
   while (!walk.is_over()) {                                                             // line 8
-    ptx::cp_async_wait_group<0>();
-    // All are here: Q and dO, and dS of the step before was used. Rows past the end are empty too.
-    if (ptx::bar_red_or(smem.numbers.finds_empty_row())) {
-      clear_rows(smem.dout, [&](int row) { return smem.numbers.is_empty(row); });  // 0 * NaN is NaN
-      ptx::bar_sync();                            // and are 0 for all
-    }
+    smem.wait();                                  // dS of the step before was used
     add_keys<Unit>(sums, smem, p, walk);
     ptx::bar_sync();                              // dS is here; Q and dO were used
     const Tile rows = walk.rows();
     walk.advance();
-    if (!walk.is_over()) smem.load_queries_async(p, walk.rows());  // runs under dQ
+    if (!walk.is_over()) smem.load_async(p, walk.rows());  // runs under dQ
     if constexpr (kDq)
       add_queries<Unit>(smem, BackwardRows(p, rows).dq_sums + i64(rows.row0) * kHeadDim);
   }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -170,6 +172,20 @@ class Emulator:
         if buffers.tickets is not None and buffers.tickets.any():
             text = f"tickets end at {int(buffers.tickets[0])}; the next launch begins at 0"
             raise KernelError(Kind.OUTPUT, text)
+
+
+@contextmanager
+def watched(machine: Emulator) -> Iterator[list[tuple[KernelKey, Counts]]]:
+    """The units that a machine runs meanwhile, in order, and what each has done."""
+    found = []
+
+    def run(kernel: Any, params: Any, step: Step, arrays: Any) -> Counts:
+        counts = Emulator._run(machine, kernel, params, step, arrays)
+        found.append((step.key, counts))
+        return counts
+
+    with mock.patch.object(machine, "_run", run):
+        yield found
 
 
 @cache

@@ -4,27 +4,21 @@
 #include "base/math.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
-#include "tile/mma_fragment.cuh"
+#include "tile/key_rows.cuh"
 #include "tile/transposed.cuh"
 
 constexpr int kCrew = kThreads / 64;
 constexpr int kKeyTiles = kBlockN / (16 * kCrew);
 static_assert(kThreads % 64 == 0 && kBlockN == 16 * kKeyTiles * kCrew);
 
-DEVICE int first_key() { return 16 * kKeyTiles * (warp() % kCrew); }
-
 // Scores of a warp's keys, transposed: S^T = K Q^T. So P^T and dS^T are left operands of the
 // products that end in dV and dK, as they are. To those who ask, rows are queries and columns keys,
 // as in any fragment of scores.
-template <int kQueryTiles> struct KeyScores : Transposed<MmaFragment<kKeyTiles, kQueryTiles>> {
-  DEVICE static int col(int c) { return first_key() + lane() / 4 + 8 * c; }
-};
+template <int kQueryTiles>
+using KeyScores = Transposed<KeyRows<MmaFragment<kKeyTiles, kQueryTiles>, kCrew>>;
 
-// Sums over queries, a row for each of a warp's keys.
-template <int kRowTiles, int kColTiles> struct KeySums : MmaFragment<kRowTiles, kColTiles> {
-  static_assert(kRowTiles == kKeyTiles);
-  DEVICE static int row(int r) { return first_key() + lane() / 4 + 8 * r; }
-};
+// Sums over queries.
+template <int kColTiles> using KeySums = KeyRows<MmaFragment<kKeyTiles, kColTiles>, kCrew>;
 
 // Operands on their way from the warps of one crew to their partners, lane by lane: 16 queries at a
 // time, kBlockM in all. A barrier of all threads gives their places back.
@@ -68,10 +62,10 @@ DEVICE void store_operand(SwizzledTile<kRows, kCols> to,
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (kArch >= 90) {
-        const Reader to_rows(to, first_key() + (lane() & 15), lane() >> 4);
+        const Reader to_rows(to, first_key<kCrew>() + (lane() & 15), lane() >> 4);
         ptx::stmatrix_x4(to_rows.at(16 * m, first + k), operand.x[m][k]);
       } else {
-        const Reader to_rows(to, first_key() + lane() / 4, 0);
+        const Reader to_rows(to, first_key<kCrew>() + lane() / 4, 0);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const u32 chunk = to_rows.at(16 * m + 8 * (i % 2), first + k) ^ i / 2 * 16;
