@@ -141,17 +141,18 @@ def exact(
     return Exact(out, lse, bound.reshape(out.shape), lse_bound.reshape(lse.shape), q.dtype)
 
 
-def merged(whole: Exact, a: Exact, b: Exact, layout: str = "bhsd") -> Exact:
-    """`whole` with the bounds of `cufa.merge` in place of those of one call.
+def merged(whole: Exact, *parts: Exact, layout: str = "bhsd") -> Exact:
+    """`whole` with the bounds of `cufa.merge`, of two parts or of one after another, in place of
+    those of one call.
 
     Parameters
     ----------
     whole : Exact
         Over all keys.
-    a, b : Exact
-        Over one part of the keys and over the others.
+    *parts : Exact
+        Each over some of the keys; together over all.
     layout : {"bhsd", "bshd"}
-        Of all three.
+        Of all of them.
 
     Notes
     -----
@@ -159,10 +160,11 @@ def merged(whole: Exact, a: Exact, b: Exact, layout: str = "bhsd") -> Exact:
     bounds of the whole, which have the rounding of the result, come for each part:
 
     - its own bound, times its weight;
-    - what the errors of both lse move its weight by, relative to it, times its weight and output;
+    - what the errors of all lse move its weight by, relative to it, times its weight and output;
     - in an array library that takes for zero what it computes below the accumulator's smallest
       normal number, as CuPy does: that number times its output, for the weight; and that number
-      again, for the product of the two.
+      again, for the product of the two;
+    - where there are more than two, a few roundings for each merge that it goes through.
     """
 
     def by_row(values: Array) -> Array:
@@ -170,9 +172,11 @@ def merged(whole: Exact, a: Exact, b: Exact, layout: str = "bhsd") -> Exact:
         return (values.swapaxes(-1, -2) if turned else values)[..., None]
 
     base = np.where(whole.lse == -np.inf, 0, whole.lse)
-    moved_a, moved_b = (np.where(part.lse == -np.inf, 0, part.lse_bound) for part in (a, b))
-    moved, lost, bound = moved_a + moved_b, smallest_normal(whole.dtype), whole.out_bound
-    for part in (a, b):
+    moved: Any = 4 * rounding(whole.dtype)[0] * (len(parts) - 2)
+    for part in parts:
+        moved = moved + np.where(part.lse == -np.inf, 0, part.lse_bound)
+    lost, bound = smallest_normal(whole.dtype), whole.out_bound
+    for part in parts:
         weight, size = by_row(np.exp(part.lse - base)), abs(part.out)
         bound = bound + weight * (part.out_bound + by_row(moved) * size)
         bound += lost * (size + (size > 0))

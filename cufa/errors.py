@@ -33,3 +33,11 @@ class OutOfMemoryError(CufaError, MemoryError):
 
 class BuildError(CufaError, RuntimeError):
     """A kernel could not be compiled or loaded; the message carries the compiler's log."""
+
+
+class RankError(CufaError, RuntimeError):
+    """Work that several ranks share has failed on another one; the message names it."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """Another rank has not done its part in time; the message names it."""

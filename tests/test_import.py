@@ -39,7 +39,10 @@ LAYERS = (
     ("interop",),
     ("attention", "numerics"),
     ("flash_attn", "explanation", "backward", "layer_checks"),
-    ("layers",),
+    ("layers", "distributed.hosts"),
+    ("distributed.communicator", "distributed.sequence"),
+    ("distributed.mpi", "distributed.calls"),
+    ("distributed.connection", "distributed.ring", "distributed.head_parallel"),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
     ("tools.formulas", "tools.rigs", "tools.picture", "tools.shapes"),
@@ -122,7 +125,7 @@ def test_only_the_gpu_folder_imports_gpu_libraries(name):
 def test_importing_cufa_loads_no_gpu_library():
     code = "import sys; before = set(sys.modules); import cufa; print(*set(sys.modules) - before)"
     loaded = run(code).split()
-    heavy = {"cupy", "cuda", "hypothesis", "rich", "torch", "jax", "numba"}
+    heavy = {"cupy", "cuda", "hypothesis", "rich", "torch", "jax", "numba", "mpi4py"}
     assert "cufa" in loaded
     assert not {name.partition(".")[0] for name in loaded} & heavy
     assert not [name for name in loaded if name.startswith("cufa.gpu.")]

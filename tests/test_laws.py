@@ -208,7 +208,7 @@ def test_merging_two_halves_of_the_keys_gives_the_whole(xp, fit, case, cut):
         arrays, options = _split(case, np, cut, second)
         parts.append(exact(*arrays, **options))
     result = cufa.merge(*results, layout=case.layout)
-    assert_within_rounding(result, merged(case.exact(), *parts, case.layout))
+    assert_within_rounding(result, merged(case.exact(), *parts, layout=case.layout))
 
 
 def _split(case: Case, xp, cut: int, second: bool):

@@ -1,0 +1,180 @@
+"""What ranks do together, whatever carries their arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from cufa.distributed.hosts import Hosts
+from cufa.errors import ArgumentError, CufaError, DTypeError, RankError, ShapeError
+
+#: Arrays, each with the rank that it goes to or comes from.
+Messages = Sequence[tuple[Any, int]]
+
+
+class Pending(Protocol):
+    """Arrays on their way."""
+
+    def wait(self) -> None:
+        """Returns when they have come, for all that follows in the caller's order of work.
+
+        Raises
+        ------
+        RankError, RankTimeoutError
+        """
+
+
+class Facts(NamedTuple):
+    """Of one rank's call: what must be the same on all ranks, by kind, and what is its own."""
+
+    sizes: dict[str, Any]
+    dtypes: dict[str, Any]
+    options: dict[str, Any]
+    own: dict[str, Any]
+
+
+_KINDS = {"sizes": ShapeError, "dtypes": DTypeError, "options": ArgumentError}
+
+
+class Communicator(ABC):
+    """A group of ranks that send each other arrays of one library.
+
+    Use it as a context: leaving it by an error tells the other ranks, which then end too.
+
+    Parameters
+    ----------
+    hosts : Hosts
+    library : {"numpy", "cupy"}
+        Whose arrays it carries.
+
+    Attributes
+    ----------
+    rank, size : int
+        This process's number, from 0 on, and how many there are.
+    timeout : float
+        Seconds that a rank waits for another before it gives up.
+    """
+
+    def __init__(self, hosts: Hosts, library: str) -> None:
+        self.hosts, self.library = hosts, library
+        self.rank, self.size, self.timeout = hosts.rank, hosts.size, hosts.timeout
+        self._broken: str | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    @abstractmethod
+    def start(self, sends: Messages, receives: Messages) -> Pending:
+        """Begin to send arrays, and to fill others; both stay as they are until `wait` returns.
+
+        Contiguous arrays; those of no bytes need no message. What two ranks send each other is
+        matched in order.
+        """
+
+    @abstractmethod
+    def all_reduce(self, a: Any) -> Pending:
+        """Begin to put the sum over all ranks into `a`, contiguous, of float32 or float64."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Give up what is on its way."""
+
+    def close(self) -> None:
+        """Leave the group, when no more calls are to come."""
+        if self._broken is None:
+            self.hosts.close()
+            self._broken = "it was closed"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail("its work", error)
+        self.close()
+
+    def agree(self, call: str, find: Callable[[], Facts]) -> list[dict[str, Any]]:
+        """Have all ranks check their arguments; what each has of its own, by rank.
+
+        Parameters
+        ----------
+        call : str
+            Name of the function that all ranks are to be in.
+        find : callable
+            Checks this rank's arguments and gives their facts.
+
+        Raises
+        ------
+        ArgumentError, DTypeError, ShapeError, ...
+            What `find` raises; or ranks differ.
+        RankError
+            What `find` raised on another rank, in words.
+
+        Notes
+        -----
+        After such an error nothing is on its way, and the group is as good as before.
+        """
+        if self._broken is not None:
+            raise RankError(
+                f"{call} on rank {self.rank}: this communicator is of no more use, since "
+                f"{self._broken}; make another"
+            )
+        facts, error = None, None
+        try:
+            facts = find()
+            told: dict[str, Any] = {"call": call, **facts._asdict()}
+        except Exception as raised:
+            error = raised
+            told = {"call": call, "error": f"{type(raised).__name__}: {raised}"}
+        with self.together(call):
+            ranks = self.hosts.gather(told)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(ranks):
+            if other["call"] != ranks[0]["call"]:
+                raise ArgumentError(
+                    f"rank {rank} is in {other['call']} and rank 0 in {ranks[0]['call']}; every "
+                    "rank must make the same calls in the same order"
+                )
+        for rank, other in enumerate(ranks):
+            if "error" in other:
+                raise RankError(f"{call} was refused on rank {rank}: {other['error']}")
+        for kind, error_of_kind in _KINDS.items():
+            for rank, other in enumerate(ranks):
+                _compare(call, rank, other[kind], ranks[0][kind], error_of_kind)
+        return [other["own"] for other in ranks]
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """Around work that ranks share: if this rank fails, it tells the others."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+
+    def _fail(self, call: str, error: BaseException) -> None:
+        if self._broken is not None:
+            return
+        passed_on = isinstance(error, RankError)
+        text = str(error) if passed_on else f"{type(error).__name__}: {error}"
+        text = text if passed_on else f"{call} failed on rank {self.rank}: {text}"
+        self._broken = text
+        self.hosts.fail(text)
+        self.abandon()
+
+
+def _compare(
+    call: str, rank: int, here: dict[str, Any], first: dict[str, Any], kind: type[CufaError]
+) -> None:
+    for name, value in here.items():
+        if value != first[name]:
+            raise kind(
+                f"{call}: {name} is {value!r} on rank {rank} and {first[name]!r} on rank 0; it "
+                "must be the same on all ranks"
+            )

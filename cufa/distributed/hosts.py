@@ -1,0 +1,141 @@
+"""What the ranks' hosts tell each other: facts before work begins, and that one of them failed.
+
+Arrays go another way, by MPI or NCCL. A message here is a few hundred bytes, and no rank waits for
+one without an end: a rank that fails says so, one that is late is named.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict, deque
+from typing import Any, Protocol
+
+from cufa.errors import RankError, RankTimeoutError
+
+#: First letters of messages.
+_FACTS, _FAILED, _LEFT = "facts ", "failed ", "left "
+#: Between two looks at what has come, in seconds; short at first.
+_SHORTEST, _LONGEST = 2e-5, 2e-4
+
+
+class Line(Protocol):
+    """Carries short texts between ranks, in order; the root is linked with all others.
+
+    `links` are the ranks that this one can send to.
+    """
+
+    rank: int
+    size: int
+    links: tuple[int, ...]
+
+    def send(self, rank: int, text: str) -> None:
+        """Returns at once; a text to a rank that is gone is lost."""
+
+    def poll(self) -> tuple[int, str] | None:
+        """The next text that has come, and from whom; at once.
+
+        Raises
+        ------
+        RankError
+            A rank is gone.
+        """
+
+    def close(self) -> None: ...
+
+
+class Deadline:
+    """Waits by looking again and again, ever more seldom, until a time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._pause = _SHORTEST
+
+    def is_over(self) -> bool:
+        """Waits for a moment; then whether the time is over."""
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST)
+        return time.monotonic() > self._end
+
+
+class Hosts:
+    """The ranks of a group as they talk over a `Line`.
+
+    Parameters
+    ----------
+    line : Line
+    timeout : float
+        Seconds that a rank waits for another. Ranks but the root wait half as long again for the
+        root, which then tells them who is late.
+    """
+
+    def __init__(self, line: Line, timeout: float) -> None:
+        self.rank, self.size, self.timeout = line.rank, line.size, timeout
+        self._line = line
+        self._facts: defaultdict[int, deque[str]] = defaultdict(deque)
+        self._left: set[int] = set()
+
+    def gather(self, facts: Any) -> list[Any]:
+        """What each rank has given here, plain values that JSON knows, by rank.
+
+        Raises
+        ------
+        RankError, RankTimeoutError
+        """
+        own = json.dumps(facts)
+        if self.rank:
+            self._line.send(0, _FACTS + own)
+            return json.loads(self._next(0, 1.5 * self.timeout))  # type: ignore[no-any-return]
+        deadline = Deadline(self.timeout)
+        texts = [own, *(self._next(rank, deadline) for rank in range(1, self.size))]
+        every = f"[{', '.join(texts)}]"
+        for rank in range(1, self.size):
+            self._line.send(rank, _FACTS + every)
+        return json.loads(every)  # type: ignore[no-any-return]
+
+    def check(self) -> None:
+        """Take in what has come.
+
+        Raises
+        ------
+        RankError
+            A rank says that it failed, or is gone.
+        """
+        while (message := self._line.poll()) is not None:
+            rank, text = message
+            kind, _, rest = text.partition(" ")
+            if f"{kind} " == _FAILED:
+                raise RankError(rest)
+            if f"{kind} " == _LEFT:
+                self._left.add(rank)
+            else:
+                self._facts[rank].append(rest)
+
+    def fail(self, text: str) -> None:
+        """Tell the ranks that this one is linked with why the work has ended."""
+        for rank in self._line.links:
+            self._line.send(rank, _FAILED + text)
+
+    def close(self) -> None:
+        """Leave the group: from here on to be gone is no failure."""
+        for rank in self._line.links:
+            self._line.send(rank, _LEFT)
+        self._line.close()
+
+    def _next(self, rank: int, wait: float | Deadline) -> str:
+        """The next facts of a rank."""
+        deadline = wait if isinstance(wait, Deadline) else Deadline(wait)
+        waiting = self._facts[rank]
+        while True:
+            self.check()
+            if waiting:
+                return waiting.popleft()
+            if rank in self._left:
+                raise RankError(
+                    f"rank {rank} has left the group, and rank {self.rank} waits for it"
+                )
+            if deadline.is_over():
+                raise RankTimeoutError(
+                    f"rank {rank} has not come to this call within {self.timeout:g} s (timeout=); "
+                    "every rank must make the same calls in the same order"
+                )

@@ -1,0 +1,133 @@
+"""MPI, through mpi4py: NumPy arrays between ranks, and the texts of their hosts."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import numpy as np
+
+from cufa.distributed.communicator import Communicator, Messages
+from cufa.distributed.hosts import Deadline, Hosts
+from cufa.errors import RankTimeoutError, UnsupportedError
+
+#: Tags of texts and of arrays.
+_TEXT, _ARRAY = 1, 2
+#: Seconds that a process which saw a failure waits at its end for the others to come to theirs.
+_GRACE = 5.0
+
+
+def load() -> Any:
+    """`mpi4py.MPI`, which starts MPI.
+
+    Raises
+    ------
+    UnsupportedError
+        It cannot be imported.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"mpi4py cannot be used ({error}); install cufa[distributed], and start the ranks with "
+            "its mpiexec"
+        ) from error
+    return MPI
+
+
+class MPILine:
+    """Texts over a communicator of MPI that nobody else uses."""
+
+    def __init__(self, comm: Any) -> None:
+        self._mpi, self._comm = load(), comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.links = tuple(rank for rank in range(self.size) if rank != self.rank)
+        #: Requests of texts that may still be on their way, each with its bytes.
+        self._sent: list[tuple[Any, bytes]] = []
+
+    def send(self, rank: int, text: str) -> None:
+        data = text.encode()
+        self._sent = [(request, a) for request, a in self._sent if not request.Test()]
+        self._sent.append((self._comm.Isend([data, self._mpi.BYTE], rank, _TEXT), data))
+
+    def poll(self) -> tuple[int, str] | None:
+        status = self._mpi.Status()
+        message = self._comm.Improbe(self._mpi.ANY_SOURCE, _TEXT, status)
+        if message is None:
+            return None
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        message.Recv([data, self._mpi.BYTE])
+        return status.Get_source(), data.decode()
+
+    def close(self) -> None:
+        """Nothing: the end of MPI sees to what is on its way."""
+
+
+class _Transfer:
+    """Requests of MPI, and the arrays that they read and write."""
+
+    def __init__(self, group: MPICommunicator, requests: list[Any], others: list[str]) -> None:
+        self._group, self._requests, self._others = group, requests, others
+
+    def wait(self) -> None:
+        group, deadline = self._group, Deadline(self._group.timeout)
+        while not group.mpi.Request.Testall(self._requests):
+            group.hosts.check()
+            if deadline.is_over():
+                both = zip(self._others, self._requests, strict=True)
+                late = next(
+                    (other for other, request in both if not request.Test()), "another rank"
+                )
+                raise RankTimeoutError(
+                    f"{late} has not answered rank {group.rank} within {group.timeout:g} s "
+                    "(timeout=)"
+                )
+        group.pending.discard(self)
+
+
+class MPICommunicator(Communicator):
+    """Ranks of MPI that send each other NumPy arrays.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Comm
+        A copy of it is made, which all its ranks must take part in.
+    timeout : float
+    """
+
+    def __init__(self, comm: Any, timeout: float) -> None:
+        self.mpi, self._comm = load(), comm.Dup()
+        super().__init__(Hosts(MPILine(comm.Dup()), timeout), "numpy")
+        #: What has not been waited for to its end.
+        self.pending: set[_Transfer] = set()
+
+    def start(self, sends: Messages, receives: Messages) -> _Transfer:
+        byte, comm = self.mpi.BYTE, self._comm
+        requests, others = [], []
+        for method, messages in ((comm.Irecv, receives), (comm.Isend, sends)):
+            for a, rank in messages:
+                if a.size:
+                    # MPI does not know bfloat16; bytes are bytes.
+                    requests.append(method([a.reshape(-1).view(np.uint8), byte], rank, _ARRAY))
+                    others.append(f"rank {rank}")
+        return self._started(requests, others)
+
+    def all_reduce(self, a: Any) -> _Transfer:
+        request = self._comm.Iallreduce(self.mpi.IN_PLACE, a, self.mpi.SUM)
+        return self._started([request], ["another rank"])
+
+    def abandon(self) -> None:
+        if self.pending:
+            atexit.register(self._end)  # before mpi4py's own end, which would wait for them
+
+    def _started(self, requests: list[Any], others: list[str]) -> _Transfer:
+        transfer = _Transfer(self, requests, others)
+        self.pending.add(transfer)
+        return transfer
+
+    def _end(self) -> None:
+        """End the whole job, once the other ranks have had time to say what they know."""
+        request, deadline = self.mpi.COMM_WORLD.Ibarrier(), Deadline(_GRACE)
+        while not request.Test() and not deadline.is_over():
+            pass
+        self.mpi.COMM_WORLD.Abort(1)

@@ -1,0 +1,184 @@
+"""How a sequence lies on the ranks, and what of each other's rows two ranks can see.
+
+Source of the zigzag split: Brandon et al., arXiv:2311.09431 (striped attention, the same aim by
+single rows); the two chunks of each rank are those of Llama 3's context parallelism,
+arXiv:2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cufa.arrays import namespace
+from cufa.errors import ArgumentError, ShapeError
+from cufa.options import plain_integer
+from cufa.problem import Band
+
+SPLITS = ("contiguous", "zigzag")
+
+
+class Chunk(NamedTuple):
+    """Rows of the whole sequence, and where they begin among those of their rank."""
+
+    start: int
+    length: int
+    at: int
+
+
+class Part(NamedTuple):
+    """Queries of a rank and keys of a block, by their places there, that are one call of attention.
+
+    `window` is that of the call: None where each of the queries sees all of the keys.
+    """
+
+    rows: slice
+    keys: slice
+    window: tuple[int | None, int | None] | None
+
+
+def zigzag_split(a: Any, rank: int, size: int, *, axis: int = -2) -> Any:
+    """A rank's rows of a whole sequence, so that causal attention is equal work for all ranks.
+
+    The sequence is cut into ``2 * size`` chunks, nearly equal; a rank has chunk `rank` and chunk
+    ``2 * size - 1 - rank``: rows that see few keys, and rows that see many.
+
+    Parameters
+    ----------
+    a : array
+        Of the whole sequence, the same on each rank that calls this.
+    rank, size : int
+    axis : int, default -2
+        Of the sequence; -3 in layout "bshd".
+
+    Returns
+    -------
+    array
+        A copy. Of any length, also 0, where the sequence is shorter than ``2 * size``.
+
+    Raises
+    ------
+    ArgumentError, DTypeError
+        `rank` is not below `size`.
+    """
+    size = plain_integer("size", size, 1)
+    if not plain_integer("rank", rank, 0) < size:
+        raise ArgumentError(f"rank is {rank} and size is {size}; it must be below size")
+    rows = (_on_axis(a, axis, c) for c in _zigzag(a.shape[axis], size)[rank])
+    return namespace(a).concatenate(list(rows), axis=axis)
+
+
+def zigzag_join(parts: Sequence[Any], *, axis: int = -2) -> Any:
+    """The whole sequence from the rows of all ranks, in the order of the ranks.
+
+    `zigzag_split` backwards; for an lse, whose last axis is the sequence, pass ``axis=-1``.
+
+    Raises
+    ------
+    ShapeError
+        The parts do not have the lengths that `zigzag_split` makes.
+    """
+    lengths = [part.shape[axis] for part in parts]
+    every = chunks_of("zigzag", lengths, "parts")
+    placed = [
+        (chunk.start, _on_axis(part, axis, chunk._replace(start=chunk.at)))
+        for part, chunks in zip(parts, every, strict=True)
+        for chunk in chunks
+    ]
+    placed.sort(key=lambda chunk: chunk[0])
+    # Chunks of no rows begin where their neighbours do: where they stand makes no difference.
+    return namespace(parts[0]).concatenate([rows for _, rows in placed], axis=axis)
+
+
+def chunks_of(split: str, lengths: Sequence[int], name: str) -> tuple[tuple[Chunk, ...], ...]:
+    """Of each rank, the chunks that its rows are, where the ranks have so many rows.
+
+    Raises
+    ------
+    ShapeError
+        They are not those of `zigzag_split`.
+    """
+    if split == "contiguous":
+        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+        return tuple((Chunk(start, n, 0),) for start, n in zip(starts, lengths, strict=True))
+    chunks = _zigzag(sum(lengths), len(lengths))
+    for rank, (length, both) in enumerate(zip(lengths, chunks, strict=True)):
+        if length != (wanted := sum(chunk.length for chunk in both)):
+            raise ShapeError(
+                f"{name} has seqlen {length} on rank {rank}; of {sum(lengths)} rows in all, "
+                f"zigzag_split gives that rank {wanted}"
+            )
+    return chunks
+
+
+def visible_parts(queries: Sequence[Chunk], keys: Sequence[Chunk], band: Band) -> tuple[Part, ...]:
+    """The calls of attention that give what queries see of keys; none where they see nothing.
+
+    `band` is that of the whole sequences. Each call's window is about its own diagonal, which for
+    a part of the rows lies elsewhere: rows that see no key of the block, and keys that none of the
+    rows sees, are left out first. Then both bounds are at least 0, and `attention` takes them.
+    """
+    found: list[Part] = []
+    for q in queries:
+        for k in keys:
+            if part := _visible_part(q, k, band):
+                _append(found, part)
+    return tuple(found)
+
+
+def _visible_part(q: Chunk, k: Chunk, band: Band) -> Part | None:
+    m, n, diagonal = q.length, k.length, q.start - k.start + band.diagonal
+    # Row i of the chunk sees its keys from i + low to i + high.
+    low = -m - n if band.left is None else diagonal - band.left
+    high = m + n if band.right is None else diagonal + band.right
+    first_row, end_row = max(0, -high), min(m, n - low)
+    first_key, end_key = max(0, first_row + low), min(n, end_row + high)
+    if first_row >= end_row or first_key >= end_key:
+        return None
+    m, n = end_row - first_row, end_key - first_key
+    low, high = low + first_row - first_key, high + first_row - first_key
+    left = n - m - low if m - 1 + low > 0 else None
+    right = high - (n - m) if high < n - 1 else None
+    window = None if left is None and right is None else (left, right)
+    rows = slice(q.at + first_row, q.at + end_row)
+    return Part(rows, slice(k.at + first_key, k.at + end_key), window)
+
+
+def _append(found: list[Part], part: Part) -> None:
+    """Add a part, in one with those beside it that are as wholly visible: larger calls are
+    faster."""
+    while found and (joined := _joined(found[-1], part)):
+        found.pop()
+        part = joined
+    found.append(part)
+
+
+def _joined(a: Part, b: Part) -> Part | None:
+    if a.window is not None or b.window is not None:
+        return None
+    if a.rows == b.rows and a.keys.stop == b.keys.start:
+        return Part(a.rows, slice(a.keys.start, b.keys.stop), None)
+    if a.keys == b.keys and a.rows.stop == b.rows.start:
+        return Part(slice(a.rows.start, b.rows.stop), a.keys, None)
+    return None
+
+
+def _zigzag(seqlen: int, size: int) -> tuple[tuple[Chunk, ...], ...]:
+    cuts = [n * seqlen // (2 * size) for n in range(2 * size + 1)]
+    chunks = []
+    for rank in range(size):
+        early, late = rank, 2 * size - 1 - rank
+        length = cuts[early + 1] - cuts[early]
+        chunks.append(
+            (
+                Chunk(cuts[early], length, 0),
+                Chunk(cuts[late], cuts[late + 1] - cuts[late], length),
+            )
+        )
+    return tuple(chunks)
+
+
+def _on_axis(a: Any, axis: int, chunk: Chunk) -> Any:
+    where = [slice(None)] * a.ndim
+    where[axis] = slice(chunk.start, chunk.start + chunk.length)
+    return a[tuple(where)]

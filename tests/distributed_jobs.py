@@ -1,0 +1,103 @@
+"""What each rank of a test does: its part of a problem that rank 0 has drawn."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cufa import distributed
+from cufa.distributed.calls import axis_of
+from cufa.testing import Case
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which rows of a sequence each rank has: ends of their rows, or None for zigzag."""
+
+    queries: tuple[int, ...] | None
+    keys: tuple[int, ...] | None
+
+    @property
+    def split(self) -> str:
+        return "zigzag" if self.queries is None else "contiguous"
+
+    def own(self, comm: Any, a: Any, which: str, axis: int) -> Any:
+        """A rank's rows of a whole array."""
+        ends = getattr(self, which)
+        if ends is None:
+            return distributed.zigzag_split(a, comm.rank, comm.size, axis=axis)
+        rows = slice((0, *ends)[comm.rank], ends[comm.rank])
+        return a[..., rows, :] if axis == -2 else a[..., rows, :, :] if axis == -3 else a[..., rows]
+
+    def joined(self, parts: list[Any], axis: int) -> Any:
+        """The whole array from the rows of all ranks."""
+        if self.split == "zigzag":
+            return distributed.zigzag_join(parts, axis=axis)
+        return np.concatenate(parts, axis=axis)
+
+
+class Ranks:
+    """Rank 0's hold on all ranks: calls a function on each and collects what it returns.
+
+    Texts go by `control`, arrays by the communicator that the function is given.
+    """
+
+    def __init__(self, control: Any, comm: Any) -> None:
+        self._control, self._comm = control, comm
+        self.size = comm.size
+
+    def __call__(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results by rank; what was raised, where it was."""
+        return self._round((job, arguments))
+
+    def serve(self) -> None:
+        """On another rank: work until rank 0 is done."""
+        while self._round(None) is not None:
+            pass
+
+    def dismiss(self) -> None:
+        """Let the other ranks go."""
+        self._round((None, ()))
+
+    def _round(self, work: Any) -> Any:
+        job, arguments = self._gathered(work)[0]
+        if job is None:
+            return None
+        try:
+            result = job(self._comm, *arguments)
+        except Exception as error:
+            result = error
+        return self._gathered(result)
+
+    def _gathered(self, value: Any) -> list[Any]:
+        text = base64.b64encode(pickle.dumps(value)).decode()
+        return [pickle.loads(base64.b64decode(a)) for a in self._control.hosts.gather(text)]
+
+
+def forward(comm: Any, function: str, case: Case, places: Places) -> Any:
+    """Out and lse of a rank's queries, by a function of `cufa.distributed`."""
+    options = {**case.options(np), "split": places.split, "return_lse": True}
+    return getattr(distributed, function)(comm, *_own(comm, case, places), **options)
+
+
+def backward(comm: Any, function: str, case: Case, places: Places, out: Any, lse: Any) -> Any:
+    """A rank's gradients, from the results of the whole."""
+    axis = axis_of(case.layout, case.rank)
+    dout, dlse = case.back(np)
+    dout, out = (places.own(comm, a, "queries", axis) for a in (dout, out))
+    lse, dlse = (places.own(comm, a, "queries", -1) for a in (lse, dlse))
+    options = {**case.options(np), "split": places.split}
+    q, k, v = _own(comm, case, places)
+    backward = getattr(distributed, f"{function}_backward")
+    return backward(comm, dout, q, k, v, out, lse, dlse=dlse, **options)
+
+
+def _own(comm: Any, case: Case, places: Places) -> list[Any]:
+    axis = axis_of(case.layout, case.rank)
+    which = ("queries", "keys", "keys")
+    return [places.own(comm, a, w, axis) for a, w in zip(case.arrays(np), which, strict=True)]

@@ -1,0 +1,42 @@
+"""Starts ranks of MPI, as a user does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cufa
+
+
+@cache
+def _mpiexec() -> list[str]:
+    """The launcher of the MPI that mpi4py finds: that of this environment, else of the system."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs mpi4py and mpiexec: the extra distributed")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version:  # else it starts no ranks as root, nor more than processors
+        return [found, "--allow-run-as-root", "--oversubscribe"]
+    return [found]
+
+
+def run(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """``mpiexec -n RANKS python ...``; what it printed, both streams in one."""
+    paths = [str(Path(cufa.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*_mpiexec(), "-n", str(ranks), sys.executable, *arguments],
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
