@@ -218,7 +218,7 @@ class MultiHeadAttention:
         TypeError
             Attention has no such option.
         """
-        self._check_call(params, x, context, offset, options)
+        self.check_call(params, x, context, offset, options)
         q, k, v = self._project(params, x, context, offset)
         return self.join(params, attention(q, k, v, layout="bshd", **options))
 
@@ -261,7 +261,7 @@ class MultiHeadAttention:
         """
         plain_choice("recompute", recompute, _BOOL)
         plain_choice("deterministic", deterministic, _BOOL)
-        call = self._check_call(params, x, context, offset, options, return_lse=True)
+        call = self.check_call(params, x, context, offset, options, return_lse=True)
         check_algorithm(call.algorithm)
         offset = plain_integer("offset", offset, 0)
         options = plain_options(options) | {"layout": "bshd", "deterministic": deterministic}
@@ -417,7 +417,7 @@ class MultiHeadAttention:
             return of_q, of_q
         return of_q, turns(x, context.shape[-2], self.head_dim, self.rotary_base, 0)
 
-    def _check_call(
+    def check_call(
         self,
         params: Params,
         x: Any,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from layer_problems import LayerCase
 
 from cufa import distributed
 from cufa.distributed.calls import axis_of
@@ -95,6 +96,29 @@ def backward(comm: Any, function: str, case: Case, places: Places, out: Any, lse
     q, k, v = _own(comm, case, places)
     backward = getattr(distributed, f"{function}_backward")
     return backward(comm, dout, q, k, v, out, lse, dlse=dlse, **options)
+
+
+def layer(comm: Any, problem: LayerCase) -> Any:
+    """The result and the gradients of a layer whose heads are divided among the ranks."""
+    whole = problem.layer
+    names = ("embed_dim", "heads", "kv_heads", "head_dim", "context_dim", "projection_bias")
+    sizes = {n: getattr(whole, n) for n in (*names, "rotary", "rotary_base")}
+    divided = distributed.TensorParallelAttention(comm, **sizes)
+    params, x, context = problem.arrays(np)
+    own = divided.split(params)
+    y, vjp = divided.vjp(own, x, context, **problem.options(np))
+    np.testing.assert_array_equal(divided(own, x, context, **problem.options(np)), y)
+    return y, vjp(problem.back(np))
+
+
+def differing(comm: Any, change: dict[str, Any], all_alike: dict[str, Any] | None = None) -> Any:
+    """A call in which the last rank gives something else."""
+    options = {**(all_alike or {}), **(change if comm.rank == comm.size - 1 else {})}
+    sizes = {"heads": 2, "rows": 8, "head_dim": 16}
+    shape = [options.pop(name, n) for name, n in sizes.items()]
+    function = getattr(distributed, options.pop("function", "ring_attention"))
+    a = np.ones(shape, options.pop("dtype", "float32"))
+    return function(comm, a, a, a, **options)
 
 
 def _own(comm: Any, case: Case, places: Places) -> list[Any]:

@@ -7,13 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed_jobs import Places, backward, forward
+from distributed_jobs import Places, backward, differing, forward, layer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_problems import LayerCase, formula, layer_cases
 
+import cufa
 from cufa import reference, testing
-from cufa.bounds import exact, merged, spacing
+from cufa.bounds import exact, fractions, merged, spacing
 from cufa.distributed.calls import axis_of
+from cufa.errors import (
+    ArgumentError,
+    DTypeError,
+    RankError,
+    ShapeError,
+    UnsupportedError,
+)
 from cufa.gradients import Gradients
 from cufa.testing import Case, assert_gradients_within_rounding, assert_within_rounding
 
@@ -86,6 +95,106 @@ def test_gradients_over_ranks_agree_with_the_formula(ranks, function, problem):
     bounds = bounds._replace(**{n: getattr(bounds, n) + more[n] for n in more})
     got = Gradients(dq, dk, dv, None, dsink)
     assert_gradients_within_rounding(got, expected._replace(bounds=bounds))
+
+
+@st.composite
+def divided_layers(draw: st.DrawFn, **fixed: Any) -> LayerCase:
+    """Layers whose heads each number of ranks divides."""
+    features = ["causal", "window", "mask", "alibi", "softcap", "sink"]
+    problem = draw(layer_cases(features=features, dropout_p=0.0, **fixed))
+    kv_heads = 4 * draw(st.integers(1, 2))
+    return replace(problem, case=replace(problem.case, kv_heads=kv_heads))
+
+
+@few
+@given(problem=divided_layers())
+def test_a_layer_with_divided_heads_is_the_formula(ranks, problem):
+    (y, _), *others = results(ranks(layer, problem))
+    for other, _ in others:
+        np.testing.assert_array_equal(other, y)
+    whole, (params, x, context) = problem.layer, problem.arrays(np)
+    options = problem.options(np)
+    q, k, v = whole.project(params, x, context, offset=options.pop("offset"))
+    out = abs(cufa.attention(q, k, v, layout="bshd", **options).astype(np.float64))
+    size = out.reshape(*x.shape[:-1], len(params["wo"])) @ abs(params["wo"].astype(np.float64))
+    unit, least = (spacing(x.dtype, value) / 2 for value in (1, 0))
+    of_parts = ranks.size * (2 * unit * (size + abs(params.get("bo", 0.0))) + least)
+    want = formula(problem)
+    assert fractions(y, want.exact, want.off + of_parts).max(initial=0) <= 1
+
+
+@few
+@given(problem=divided_layers(dtypes=["float64"], extra_dtype="float64"))
+def test_gradients_of_divided_heads_are_parts_of_those_of_the_whole(ranks, problem):
+    found = [gradients for _, gradients in results(ranks(layer, problem))]
+    params, x, context = problem.arrays(np)
+    _, vjp = problem.layer.vjp(params, x, context, **problem.options(np))
+    whole = vjp(problem.back(np))
+    for name, want in whole.dparams.items():
+        parts = [gradients.dparams[name] for gradients in found]
+        axis = -1 if name in ("wq", "bq", "wk", "bk", "wv", "bv") else 0
+        assert_near(parts[0] if name == "bo" else np.concatenate(parts, axis), want)
+    for gradients in found:
+        for name in ("dx", "dcontext", "dsink"):
+            want = getattr(whole, name)
+            assert (want is None) == (getattr(gradients, name) is None)
+            if want is not None:
+                assert_near(getattr(gradients, name), want)
+
+
+def assert_near(got: Any, want: Any) -> None:
+    """The same but for rounding in float64 of sums of some thousand numbers of size 1."""
+    assert got.shape == want.shape
+    assert (abs(got - want) <= 1e-9 * (1 + abs(want).max(initial=0))).all()
+
+
+#: What the last rank gives in place of a float32 array of shape (2, 8, 16) and of no option, the
+#: error that all get, and what its message names.
+# fmt: off
+WRONG = [
+    ({"head_dim": 8},           ShapeError,       "head_dim is 8 on rank {} and 16 on rank 0"),
+    ({"heads": 4},              ShapeError,       "heads is 4 on rank {} and 2 on rank 0"),
+    ({"dtype": "float64"},      DTypeError,       "dtype of q is 'float64' on rank {}"),
+    ({"causal": "top_left"},    ArgumentError,    "causal is 'top_left' on rank {}"),
+    ({"window": (1, 2)},        ArgumentError,    "window is [1, 2] on rank {} and None on rank 0"),
+    ({"split": "zigzag"},       ArgumentError,    "split is 'zigzag' on rank {}"),
+    ({"function": "head_parallel_attention"},
+                                ArgumentError,    "rank {} is in head_parallel_attention and rank"),
+]
+#: What it cannot give: its own error, and in words the others'.
+REFUSED = [
+    ({"scale": float("nan")},   ArgumentError,    "scale is nan"),
+    ({"dtype": "int32"},        DTypeError,       "q is int32"),
+    ({"split": "striped"},      ArgumentError,    "split is 'striped'"),
+    ({"mask": True},            UnsupportedError, "mask is True; ring_attention has no mask"),
+    ({"spread": 1},             TypeError,        "ring_attention has no option spread"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("change", "kind", "words"), WRONG)
+def test_ranks_that_differ_are_told_on_every_rank(ranks, change, kind, words):
+    for error in ranks(differing, change):
+        assert type(error) is kind
+        assert words.format(ranks.size - 1) in str(error)
+    assert all(isinstance(out, np.ndarray) for out in ranks(differing, {}))  # as good as before
+
+
+@pytest.mark.parametrize(("change", "kind", "words"), REFUSED)
+def test_what_one_rank_refuses_ends_the_call_on_every_rank(ranks, change, kind, words):
+    *others, own = ranks(differing, change)
+    assert type(own) is kind
+    assert words in str(own)
+    for error in others:
+        assert type(error) is RankError
+        assert f"refused on rank {ranks.size - 1}: {kind.__name__}: {words}" in str(error)
+    assert all(isinstance(out, np.ndarray) for out in ranks(differing, {}))
+
+
+def test_rows_that_are_no_zigzag_are_told_on_every_rank(ranks):
+    for error in ranks(differing, {"rows": 9}, {"split": "zigzag"}):
+        assert type(error) is ShapeError
+        assert "q has seqlen" in str(error)
 
 
 def merged_bounds(case: Case, places: Places, size: int) -> Any:

@@ -18,9 +18,11 @@ from cufa.distributed.head_parallel import (
 )
 from cufa.distributed.ring import ring_attention, ring_attention_backward
 from cufa.distributed.sequence import zigzag_join, zigzag_split
+from cufa.distributed.tensor_parallel import TensorParallelAttention
 
 __all__ = [
     "Communicator",
+    "TensorParallelAttention",
     "connect",
     "head_parallel_attention",
     "head_parallel_attention_backward",

@@ -64,11 +64,7 @@ def agree_on(
     def find() -> Facts:
         _refuse(name, others)
         call = sign(arrays, **options)
-        library = "cupy" if is_cupy(arrays.q) else "numpy"
-        if library != comm.library:
-            raise DeviceError(
-                f"q is an array of {library}; this communicator carries those of {comm.library}"
-            )
+        check_library(comm, "q", arrays.q)
         make_problem(call)
         if saved is not None:
             check_algorithm(call.algorithm)
@@ -92,6 +88,20 @@ def agree_on(
         queries=chunks_of(split, seqlens_q, "q"),
         keys=chunks_of(split, seqlens_k, "k"),
     )
+
+
+def check_library(comm: Communicator, name: str, a: Any) -> None:
+    """Raise unless the communicator carries arrays of this one's library.
+
+    Raises
+    ------
+    DeviceError
+    """
+    library = "cupy" if is_cupy(a) else "numpy"
+    if library != comm.library:
+        raise DeviceError(
+            f"{name} is an array of {library}; this communicator carries those of {comm.library}"
+        )
 
 
 def options_of(

@@ -95,7 +95,7 @@ class Communicator(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None:
-            self._fail("its work", error)
+            self._fail("", error)
         self.close()
 
     def agree(self, call: str, find: Callable[[], Facts]) -> list[dict[str, Any]]:
@@ -161,9 +161,12 @@ class Communicator(ABC):
     def _fail(self, call: str, error: BaseException) -> None:
         if self._broken is not None:
             return
-        passed_on = isinstance(error, RankError)
-        text = str(error) if passed_on else f"{type(error).__name__}: {error}"
-        text = text if passed_on else f"{call} failed on rank {self.rank}: {text}"
+        if isinstance(error, RankError):
+            text = str(error)  # that of another rank, passed on
+        else:
+            text = (
+                f"rank {self.rank} failed{call and f' in {call}'}: {type(error).__name__}: {error}"
+            )
         self._broken = text
         self.hosts.fail(text)
         self.abandon()

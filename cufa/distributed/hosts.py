@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
+from contextlib import suppress
 from typing import Any, Protocol
 
 from cufa.errors import RankError, RankTimeoutError
 
 #: First letters of messages.
 _FACTS, _FAILED, _LEFT = "facts ", "failed ", "left "
+#: What a line that knows of it gives as the last text of a rank.
+GONE = "gone "
 #: Between two looks at what has come, in seconds; short at first.
 _SHORTEST, _LONGEST = 2e-5, 2e-4
 
@@ -33,13 +36,7 @@ class Line(Protocol):
         """Returns at once; a text to a rank that is gone is lost."""
 
     def poll(self) -> tuple[int, str] | None:
-        """The next text that has come, and from whom; at once.
-
-        Raises
-        ------
-        RankError
-            A rank is gone.
-        """
+        """The next text that has come, and from whom; at once. `GONE` of a rank that has ended."""
 
     def close(self) -> None: ...
 
@@ -103,13 +100,15 @@ class Hosts:
         """
         while (message := self._line.poll()) is not None:
             rank, text = message
-            kind, _, rest = text.partition(" ")
-            if f"{kind} " == _FAILED:
-                raise RankError(rest)
-            if f"{kind} " == _LEFT:
+            if text.startswith(_FACTS):
+                self._facts[rank].append(text.removeprefix(_FACTS))
+            elif text.startswith(_LEFT):
                 self._left.add(rank)
-            else:
-                self._facts[rank].append(rest)
+            elif text.startswith(_FAILED):
+                self._left.add(rank)
+                raise RankError(text.removeprefix(_FAILED))
+            elif rank not in self._left:
+                raise RankError(f"rank {rank} is gone: its process has ended")
 
     def fail(self, text: str) -> None:
         """Tell the ranks that this one is linked with why the work has ended."""
@@ -121,6 +120,16 @@ class Hosts:
         for rank in self._line.links:
             self._line.send(rank, _LEFT)
         self._line.close()
+
+    def all_leave(self, seconds: float) -> bool:
+        """Whether all other ranks have failed or left, or do within so many seconds."""
+        deadline = Deadline(seconds)
+        while len(self._left) < self.size - 1:
+            with suppress(RankError):
+                self.check()
+            if deadline.is_over():
+                return False
+        return True
 
     def _next(self, rank: int, wait: float | Deadline) -> str:
         """The next facts of a rank."""

@@ -13,7 +13,7 @@ from cufa.errors import RankTimeoutError, UnsupportedError
 
 #: Tags of texts and of arrays.
 _TEXT, _ARRAY = 1, 2
-#: Seconds that a process which saw a failure waits at its end for the others to come to theirs.
+#: Seconds that a process which saw a failure waits at its end, at most, for others to see it too.
 _GRACE = 5.0
 
 
@@ -69,9 +69,13 @@ class _Transfer:
     def __init__(self, group: MPICommunicator, requests: list[Any], others: list[str]) -> None:
         self._group, self._requests, self._others = group, requests, others
 
+    def is_done(self) -> bool:
+        done: bool = self._group.mpi.Request.Testall(self._requests)
+        return done
+
     def wait(self) -> None:
         group, deadline = self._group, Deadline(self._group.timeout)
-        while not group.mpi.Request.Testall(self._requests):
+        while not self.is_done():
             group.hosts.check()
             if deadline.is_over():
                 both = zip(self._others, self._requests, strict=True)
@@ -117,8 +121,7 @@ class MPICommunicator(Communicator):
         return self._started([request], ["another rank"])
 
     def abandon(self) -> None:
-        if self.pending:
-            atexit.register(self._end)  # before mpi4py's own end, which would wait for them
+        atexit.register(self._end)  # before mpi4py's own end, which waits for all ranks
 
     def _started(self, requests: list[Any], others: list[str]) -> _Transfer:
         transfer = _Transfer(self, requests, others)
@@ -126,8 +129,8 @@ class MPICommunicator(Communicator):
         return transfer
 
     def _end(self) -> None:
-        """End the whole job, once the other ranks have had time to say what they know."""
-        request, deadline = self.mpi.COMM_WORLD.Ibarrier(), Deadline(_GRACE)
-        while not request.Test() and not deadline.is_over():
-            pass
-        self.mpi.COMM_WORLD.Abort(1)
+        """End the whole job if it would not end by itself: a rank does not come to its end, or
+        arrays are on their way for good."""
+        ended = self.hosts.all_leave(min(self.timeout, _GRACE))
+        if not (ended and all(transfer.is_done() for transfer in self.pending)):
+            self.mpi.COMM_WORLD.Abort(1)

@@ -1,0 +1,119 @@
+"""NCCL, through CuPy: CuPy arrays between ranks, each with a card of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+from cupy.cuda import Event, Stream, get_current_stream, nccl
+
+from cufa.distributed.communicator import Communicator, Messages
+from cufa.distributed.hosts import Deadline, Hosts
+from cufa.errors import DeviceError, RankTimeoutError, UnsupportedError
+
+
+class _Transfer:
+    """What NCCL does in the stream of a group; `arrays` stay alive until it is done."""
+
+    def __init__(self, group: NCCLCommunicator, what: str, arrays: list[Any]) -> None:
+        self._group, self._what, self._arrays = group, what, arrays
+        self._done = Event(disable_timing=True)
+        self._done.record(group.stream)
+
+    def wait(self) -> None:
+        """On the host, so that a rank that never answers is an error and no hang. The stream has
+        work meanwhile: what was launched after the transfer began."""
+        group, deadline = self._group, Deadline(self._group.timeout)
+        while not self._done.done:
+            group.check()
+            if deadline.is_over():
+                raise RankTimeoutError(
+                    f"{self._what} with rank {group.rank} is not done within {group.timeout:g} s "
+                    "(timeout=)"
+                )
+        get_current_stream().wait_event(self._done)
+        self._arrays.clear()
+
+
+class NCCLCommunicator(Communicator):
+    """Ranks that send each other CuPy arrays by NCCL, in a stream of its own.
+
+    Each rank's arrays are on the device that was CuPy's current one when the ranks joined. What
+    begins waits for the work so far in CuPy's current stream, and nothing else.
+
+    Parameters
+    ----------
+    hosts : Hosts
+
+    Raises
+    ------
+    DeviceError
+        Two ranks have the same card.
+    UnsupportedError
+        CuPy finds no NCCL.
+    """
+
+    def __init__(self, hosts: Hosts) -> None:
+        super().__init__(hosts, "cupy")
+        if not nccl.available:
+            raise UnsupportedError(
+                "CuPy finds no NCCL; install nvidia-nccl-cu12 or nvidia-nccl-cu13, as your CUDA is"
+            )
+        device = cupy.cuda.Device()
+        unique = list(nccl.get_unique_id()) if self.rank == 0 else []
+        card = [socket.gethostname(), device.pci_bus_id]
+        with self.together("connect"):
+            told = hosts.gather([card, unique])
+            cards = [card for card, _ in told]
+            for rank, card in enumerate(cards):
+                if (first := cards.index(card)) != rank:
+                    raise DeviceError(
+                        f"ranks {first} and {rank} have the same GPU, {card[1]} of {card[0]}; "
+                        "choose one for each before they join: cupy.cuda.Device(n).use()"
+                    )
+            self._nccl = nccl.NcclCommunicator(self.size, tuple(told[0][1]), self.rank)
+            self.stream = Stream(non_blocking=True)
+
+    def start(self, sends: Messages, receives: Messages) -> _Transfer:
+        self._follow_current_stream()
+        nccl.groupStart()
+        try:
+            for method, messages in ((self._nccl.send, sends), (self._nccl.recv, receives)):
+                for a, rank in messages:
+                    self._move(method, a, rank)
+        finally:
+            nccl.groupEnd()
+        arrays = [a for messages in (sends, receives) for a, _ in messages]
+        ranks = sorted({rank for messages in (sends, receives) for _, rank in messages})
+        return _Transfer(self, f"a transfer of ranks {', '.join(map(str, ranks))}", arrays)
+
+    def all_reduce(self, a: Any) -> _Transfer:
+        self._follow_current_stream()
+        kind = nccl.NCCL_FLOAT64 if a.dtype == "float64" else nccl.NCCL_FLOAT32
+        pointer, stream = a.data.ptr, self.stream.ptr
+        self._nccl.allReduce(pointer, pointer, a.size, kind, nccl.NCCL_SUM, stream)
+        return _Transfer(self, "a sum over all ranks", [a])
+
+    def check(self) -> None:
+        """Raise if another rank, or NCCL, has failed."""
+        self.hosts.check()
+        self._nccl.check_async_error()
+
+    def abandon(self) -> None:
+        self._nccl.abort()
+
+    def close(self) -> None:
+        if self._broken is None:
+            self._nccl.destroy()
+        super().close()
+
+    def _follow_current_stream(self) -> None:
+        ready = Event(disable_timing=True)
+        ready.record(get_current_stream())
+        self.stream.wait_event(ready)
+
+    def _move(self, method: Callable[..., None], a: Any, rank: int) -> None:
+        if a.nbytes:  # as bytes: NCCL of CuPy does not know every dtype
+            method(a.data.ptr, a.nbytes, nccl.NCCL_UINT8, rank, self.stream.ptr)

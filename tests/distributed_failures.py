@@ -1,0 +1,66 @@
+"""A rank of a job that goes wrong: ``mpiexec -n 3 python tests/distributed_failures.py WHICH``.
+
+Rank 1 is the one to blame; the others say what they are told.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from cufa import distributed
+from cufa.distributed import ring
+
+#: Seconds that ranks wait, and that rank 1 is late.
+TIMEOUT, LATE = 1.0, 3.0
+
+
+def in_its_part(action):
+    """Have rank 1 do something in the middle of the work, when others wait for it."""
+    attention = ring.attention
+
+    def attend(*arrays, **options):
+        action()
+        return attention(*arrays, **options)
+
+    ring.attention = attend
+
+
+def out_of_memory():
+    raise MemoryError("no room for this test")
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def late():
+    time.sleep(LATE)
+
+
+ACTIONS = {"raises": out_of_memory, "late": late, "stopped": stop, "killed": kill}
+
+if __name__ == "__main__":
+    when, action = sys.argv[1].split("-")
+    with distributed.connect() as comm:
+        q, k, v = np.random.default_rng(comm.rank).standard_normal((3, 2, 8, 16))
+        distributed.ring_attention(comm, q, k, v)  # all have started, and it works
+    with distributed.connect(timeout=TIMEOUT) as comm:
+        if comm.rank == 1:
+            if when == "before":
+                ACTIONS[action]()
+            else:
+                in_its_part(ACTIONS[action])
+        try:
+            distributed.ring_attention(comm, q, k, v)
+        except Exception as error:
+            print(f"rank {comm.rank}: {type(error).__name__}: {error}", flush=True)
+            raise
