@@ -421,7 +421,7 @@ def test_a_file_that_may_not_be_written_is_said_before_anything_is_timed(tmp_pat
 
 
 def test_asking_for_a_gpu_where_there_is_none_is_an_error(monkeypatch):
-    monkeypatch.setattr(rigs, "_obstacle", lambda: "no CUDA-capable device is detected")
+    monkeypatch.setattr(rigs, "obstacle", lambda: "no CUDA-capable device is detected")
     with pytest.raises(DeviceError, match=r"no CUDA-capable device.*'numpy'"):
         rigs.make_rig("cupy")
     assert rigs.make_rig().backend == "numpy"

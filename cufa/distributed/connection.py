@@ -23,6 +23,7 @@ def connect(
     address: str | None = None,
     rank: int | None = None,
     size: int | None = None,
+    device: int | None = None,
 ) -> Communicator:
     """Join the other ranks; every rank must call it, with the same arguments but `rank`.
 
@@ -32,8 +33,7 @@ def connect(
     Parameters
     ----------
     xp : module, default numpy
-        numpy: arrays travel by MPI. cupy: by NCCL; before it joins, each rank makes a GPU of its
-        own the current one, as by ``cupy.cuda.Device(n).use()``.
+        numpy: arrays travel by MPI. cupy: by NCCL, each rank with a GPU of its own.
     timeout : float, default 60.0
         Seconds that a rank waits for another in any step, to the join as well, before it raises
         `RankTimeoutError`; ranks other than 0 may take half as long again. Longer than the longest
@@ -44,6 +44,9 @@ def connect(
         "host:port" on which rank 0 listens, of a trusted network.
     rank, size : int, with `address` only
         This process's number, from 0 on, and how many there are.
+    device : int, default None
+        For cupy, this rank's GPU, which becomes CuPy's current device. None: the first of the GPUs
+        that the process sees for the first rank on its host, and so on.
 
     Returns
     -------
@@ -73,7 +76,7 @@ def connect(
         group = mpi.load().COMM_WORLD if comm is None else comm
         if xp is np:
             return mpi.MPICommunicator(group, timeout)
-        return _over_nccl(mpi.MPILine(group.Dup()), timeout)
+        return _over_nccl(mpi.MPILine(group.Dup()), timeout, device)
     if xp is np:
         raise ArgumentError(
             f"address is {shown(address)} and xp is numpy, whose arrays travel by MPI; leave it out"
@@ -83,10 +86,10 @@ def connect(
     size = plain_integer("size", size, 1)
     if not plain_integer("rank", rank, 0) < size:
         raise ArgumentError(f"rank is {rank} and size is {size}; it must be below size")
-    return _over_nccl(SocketLine(address, int(rank or 0), size, timeout), timeout)
+    return _over_nccl(SocketLine(address, int(rank or 0), size, timeout), timeout, device)
 
 
-def _over_nccl(line: Line, timeout: float) -> Communicator:
+def _over_nccl(line: Line, timeout: float, device: int | None) -> Communicator:
     from cufa.gpu.nccl import NCCLCommunicator  # imports CuPy
 
-    return NCCLCommunicator(Hosts(line, timeout))
+    return NCCLCommunicator(Hosts(line, timeout), device)

@@ -40,12 +40,14 @@ class _Transfer:
 class NCCLCommunicator(Communicator):
     """Ranks that send each other CuPy arrays by NCCL, in a stream of its own.
 
-    Each rank's arrays are on the device that was CuPy's current one when the ranks joined. What
-    begins waits for the work so far in CuPy's current stream, and nothing else.
+    Each rank's arrays are on its own card, which becomes CuPy's current device. What begins waits
+    for the work so far in CuPy's current stream, and nothing else.
 
     Parameters
     ----------
     hosts : Hosts
+    device : int, default None
+        None: by the rank's place among those of its host, of the cards that the process sees.
 
     Raises
     ------
@@ -55,25 +57,27 @@ class NCCLCommunicator(Communicator):
         CuPy finds no NCCL.
     """
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, device: int | None = None) -> None:
         super().__init__(hosts, "cupy")
         if not nccl.available:
             raise UnsupportedError(
                 "CuPy finds no NCCL; install nvidia-nccl-cu12 or nvidia-nccl-cu13, as your CUDA is"
             )
-        device = cupy.cuda.Device()
         unique = list(nccl.get_unique_id()) if self.rank == 0 else []
-        card = [socket.gethostname(), device.pci_bus_id]
         with self.together("connect"):
-            told = hosts.gather([card, unique])
-            cards = [card for card, _ in told]
+            names, uniques = zip(*hosts.gather([socket.gethostname(), unique]), strict=True)
+            if device is None:
+                before = names[: self.rank].count(names[self.rank])
+                device = before % cupy.cuda.runtime.getDeviceCount()
+            cupy.cuda.Device(device).use()
+            cards = hosts.gather([names[self.rank], cupy.cuda.Device().pci_bus_id])
             for rank, card in enumerate(cards):
                 if (first := cards.index(card)) != rank:
                     raise DeviceError(
                         f"ranks {first} and {rank} have the same GPU, {card[1]} of {card[0]}; "
-                        "choose one for each before they join: cupy.cuda.Device(n).use()"
+                        "start as many ranks on a host as it has GPUs, or choose by device="
                     )
-            self._nccl = nccl.NcclCommunicator(self.size, tuple(told[0][1]), self.rank)
+            self._nccl = nccl.NcclCommunicator(self.size, tuple(uniques[0]), self.rank)
             self.stream = Stream(non_blocking=True)
 
     def start(self, sends: Messages, receives: Messages) -> _Transfer:

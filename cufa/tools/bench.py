@@ -21,7 +21,7 @@ from cufa.gpu.device import get_device
 from cufa.gpu.registry import KERNELS
 from cufa.gradients import ALGORITHMS as BACKWARD_ALGORITHMS
 from cufa.options import ALGORITHMS, FLOAT_DTYPES
-from cufa.tools import layer, peers, picture
+from cufa.tools import layer, peers, picture, ranks
 from cufa.tools.console import counting, print_table
 from cufa.tools.peers import PEERS, Bind, Peer
 from cufa.tools.results import COLUMNS, QUANTITIES, Report, Result, describe
@@ -86,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="let each work so long before its bursts, in place of a rest",
     )
+    ranks.add_arguments(parser)
     add("--json", nargs="?", const="-", metavar="FILE", help="every figure; without FILE to stdout")
     add("--markdown", metavar="FILE", help="a table for documents")
     add("--plot", metavar="FILE.png", help="a picture")
@@ -93,6 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, and write what was asked for; the exit status is 1 if nothing could be measured."""
+    if options.distributed:
+        _check_outputs(options)
+        report = ranks.measure(options, workloads)
+        return 0 if report is None else _finish(report, options)
     return bench(options, make_rig(options.backend, options.sustained))
 
 
@@ -115,6 +120,12 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
             if options.preset == "gpt3" and work.direction == "forward":
                 report.layer = layer.share(result, layer.time_products(rig, work, options.rounds))
             _write_files(report, options)  # a run that is stopped leaves what it has found
+    return _finish(report, options)
+
+
+def _finish(report: Report, options: argparse.Namespace) -> int:
+    """Write what was asked for; the exit status."""
+    _write_files(report, options)
     if options.plot:
         picture.draw(report, options.plot, _quantities(options))
     if options.json == "-":

@@ -73,6 +73,11 @@ class CudaClock:
 
 
 def _wait(result: Any) -> None:
+    finish()
+
+
+def finish() -> None:
+    """Returns when the device has done all its work."""
     cupy.cuda.runtime.deviceSynchronize()
 
 

@@ -36,6 +36,8 @@ class Rig:
         Makes the context that all work is to be in; the work is done when it is left.
     release : callable
         Gives freed memory back, so that other libraries find it.
+    finish : callable
+        Returns when all work is done.
     """
 
     backend: str
@@ -46,6 +48,7 @@ class Rig:
     cache_bytes: int = 0
     stream: Callable[[], AbstractContextManager[Any]] = nullcontext
     release: Callable[[], Any] = lambda: None
+    finish: Callable[[], Any] = lambda: None
 
 
 def make_rig(backend: str | None = None, sustained: float = 0.0) -> Rig:
@@ -56,13 +59,13 @@ def make_rig(backend: str | None = None, sustained: float = 0.0) -> Rig:
     DeviceError
         CuPy is asked for, and finds no card.
     """
-    obstacle = None if backend == "numpy" else _obstacle()
-    if backend == "cupy" and obstacle:
+    why = None if backend == "numpy" else obstacle()
+    if backend == "cupy" and why:
         raise DeviceError(
-            f"backend is 'cupy', and there is no GPU to run on ({obstacle}); "
+            f"backend is 'cupy', and there is no GPU to run on ({why}); "
             "'numpy' measures the CPU backend"
         )
-    if backend == "numpy" or obstacle:
+    if backend == "numpy" or why:
         facts = {
             "processor": platform.processor() or platform.machine(),
             "processors": os.cpu_count(),
@@ -83,10 +86,11 @@ def make_rig(backend: str | None = None, sustained: float = 0.0) -> Rig:
         cache_bytes=card.l2_bytes(),
         stream=lambda: card.working_in(stream),
         release=card.release,
+        finish=card.finish,
     )
 
 
-def _obstacle() -> str | None:
+def obstacle() -> str | None:
     """Why CuPy cannot be used; None if it can."""
     try:
         from cufa.tools import card
