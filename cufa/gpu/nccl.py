@@ -59,6 +59,7 @@ class NCCLCommunicator(Communicator):
 
     def __init__(self, hosts: Hosts, device: int | None = None) -> None:
         super().__init__(hosts, "cupy")
+        self._nccl: Any = None
         if not nccl.available:
             raise UnsupportedError(
                 "CuPy finds no NCCL; install nvidia-nccl-cu12 or nvidia-nccl-cu13, as your CUDA is"
@@ -71,12 +72,13 @@ class NCCLCommunicator(Communicator):
                 device = before % cupy.cuda.runtime.getDeviceCount()
             cupy.cuda.Device(device).use()
             cards = hosts.gather([names[self.rank], cupy.cuda.Device().pci_bus_id])
-            for rank, card in enumerate(cards):
-                if (first := cards.index(card)) != rank:
-                    raise DeviceError(
-                        f"ranks {first} and {rank} have the same GPU, {card[1]} of {card[0]}; "
-                        "start as many ranks on a host as it has GPUs, or choose by device="
-                    )
+        for rank, card in enumerate(cards):
+            if (first := cards.index(card)) != rank:
+                raise DeviceError(
+                    f"ranks {first} and {rank} have the same GPU, {card[1]} of {card[0]}; start "
+                    "as many ranks on a host as it has GPUs, or choose by device="
+                )
+        with self.together("connect"):
             self._nccl = nccl.NcclCommunicator(self.size, tuple(uniques[0]), self.rank)
             self.stream = Stream(non_blocking=True)
 
@@ -106,7 +108,8 @@ class NCCLCommunicator(Communicator):
         self._nccl.check_async_error()
 
     def abandon(self) -> None:
-        self._nccl.abort()
+        if self._nccl is not None:  # else the ranks have not joined yet
+            self._nccl.abort()
 
     def close(self) -> None:
         if self._broken is None:
