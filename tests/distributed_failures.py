@@ -1,6 +1,6 @@
 """A rank of a job that goes wrong: ``mpiexec -n 3 python tests/distributed_failures.py WHICH``.
 
-Rank 1 is the one to blame; the others say what they are told.
+Rank 1 is the one to blame; the others say what they are told. On GPUs ``ADDRESS RANK SIZE`` follow.
 """
 
 from __future__ import annotations
@@ -49,11 +49,17 @@ def late():
 ACTIONS = {"raises": out_of_memory, "late": late, "stopped": stop, "killed": kill}
 
 if __name__ == "__main__":
-    when, action = sys.argv[1].split("-")
-    with distributed.connect() as comm:
-        q, k, v = np.random.default_rng(comm.rank).standard_normal((3, 2, 8, 16))
+    which, *place = sys.argv[1:]
+    when, action = which.split("-")
+    joining, xp = {}, np
+    if place:
+        import cupy as xp
+
+        joining = {"xp": xp, "address": place[0], "rank": int(place[1]), "size": int(place[2])}
+    with distributed.connect(**joining) as comm:
+        q, k, v = xp.ones((3, 2, 8, 16))
         distributed.ring_attention(comm, q, k, v)  # all have started, and it works
-    with distributed.connect(timeout=TIMEOUT) as comm:
+        comm.timeout = comm.hosts.timeout = TIMEOUT
         if comm.rank == 1:
             if when == "before":
                 ACTIONS[action]()

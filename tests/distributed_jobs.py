@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from layer_problems import LayerCase
 
-from cufa import distributed
+from cufa import LayerGradients, distributed
 from cufa.distributed.calls import axis_of
-from cufa.testing import Case
+from cufa.distributed.hosts import Hosts
+from cufa.testing import Case, to_numpy
+from cufa.tools.workloads import to_device
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,13 @@ class Ranks:
     Texts go by `control`, arrays by the communicator that the function is given.
     """
 
-    def __init__(self, control: Any, comm: Any) -> None:
+    def __init__(self, control: Hosts, comm: Any) -> None:
         self._control, self._comm = control, comm
         self.size = comm.size
+
+    def fit(self, problem: Any) -> Any:
+        """Bends a problem so that a run on GPUs compiles few kernels."""
+        return problem if self._comm.library == "numpy" else problem.few_kernels()
 
     def __call__(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Results by rank; what was raised, where it was."""
@@ -77,25 +85,27 @@ class Ranks:
 
     def _gathered(self, value: Any) -> list[Any]:
         text = base64.b64encode(pickle.dumps(value)).decode()
-        return [pickle.loads(base64.b64decode(a)) for a in self._control.hosts.gather(text)]
+        return [pickle.loads(base64.b64decode(a)) for a in self._control.gather(text)]
 
 
 def forward(comm: Any, function: str, case: Case, places: Places) -> Any:
     """Out and lse of a rank's queries, by a function of `cufa.distributed`."""
-    options = {**case.options(np), "split": places.split, "return_lse": True}
-    return getattr(distributed, function)(comm, *_own(comm, case, places), **options)
+    options = {**case.options(_library(comm)), "split": places.split, "return_lse": True}
+    return _on_host(getattr(distributed, function)(comm, *_own(comm, case, places), **options))
 
 
 def backward(comm: Any, function: str, case: Case, places: Places, out: Any, lse: Any) -> Any:
     """A rank's gradients, from the results of the whole."""
-    axis = axis_of(case.layout, case.rank)
-    dout, dlse = case.back(np)
+    axis, xp = axis_of(case.layout, case.rank), _library(comm)
+    dout, dlse = case.back(xp)
+    out, lse = (to_device(xp, a) for a in (out, lse))
     dout, out = (places.own(comm, a, "queries", axis) for a in (dout, out))
     lse, dlse = (places.own(comm, a, "queries", -1) for a in (lse, dlse))
-    options = {**case.options(np), "split": places.split}
+    options = {**case.options(xp), "split": places.split}
     q, k, v = _own(comm, case, places)
     backward = getattr(distributed, f"{function}_backward")
-    return backward(comm, dout, q, k, v, out, lse, dlse=dlse, **options)
+    found = backward(comm, dout, q, k, v, out, lse, dlse=dlse, **options)
+    return type(found)(*_on_host(found))
 
 
 def layer(comm: Any, problem: LayerCase) -> Any:
@@ -104,11 +114,15 @@ def layer(comm: Any, problem: LayerCase) -> Any:
     names = ("embed_dim", "heads", "kv_heads", "head_dim", "context_dim", "projection_bias")
     sizes = {n: getattr(whole, n) for n in (*names, "rotary", "rotary_base")}
     divided = distributed.TensorParallelAttention(comm, **sizes)
-    params, x, context = problem.arrays(np)
+    xp = _library(comm)
+    params, x, context = problem.arrays(xp)
     own = divided.split(params)
-    y, vjp = divided.vjp(own, x, context, **problem.options(np))
-    np.testing.assert_array_equal(divided(own, x, context, **problem.options(np)), y)
-    return y, vjp(problem.back(np))
+    y, vjp = divided.vjp(own, x, context, **problem.options(xp))
+    again = divided(own, x, context, **problem.options(xp))
+    np.testing.assert_array_equal(to_numpy(again), to_numpy(y))
+    dparams, *rest = vjp(problem.back(xp))
+    on_host = {name: to_numpy(a) for name, a in dparams.items()}
+    return to_numpy(y), LayerGradients(on_host, *_on_host(rest))
 
 
 def differing(comm: Any, change: dict[str, Any], all_alike: dict[str, Any] | None = None) -> Any:
@@ -117,11 +131,20 @@ def differing(comm: Any, change: dict[str, Any], all_alike: dict[str, Any] | Non
     sizes = {"heads": 2, "rows": 8, "head_dim": 16}
     shape = [options.pop(name, n) for name, n in sizes.items()]
     function = getattr(distributed, options.pop("function", "ring_attention"))
-    a = np.ones(shape, options.pop("dtype", "float32"))
-    return function(comm, a, a, a, **options)
+    a = _library(comm).ones(shape, options.pop("dtype", "float32"))
+    return _on_host([function(comm, a, a, a, **options)])[0]
 
 
 def _own(comm: Any, case: Case, places: Places) -> list[Any]:
     axis = axis_of(case.layout, case.rank)
     which = ("queries", "keys", "keys")
-    return [places.own(comm, a, w, axis) for a, w in zip(case.arrays(np), which, strict=True)]
+    arrays = case.arrays(_library(comm))
+    return [places.own(comm, a, w, axis) for a, w in zip(arrays, which, strict=True)]
+
+
+def _library(comm: Any) -> ModuleType:
+    return importlib.import_module(comm.library)
+
+
+def _on_host(arrays: Any) -> tuple[Any, ...]:
+    return tuple(None if a is None else to_numpy(a) for a in arrays)

@@ -1,6 +1,7 @@
 """A rank of the distributed tests: ``mpiexec -n 4 python tests/distributed_ranks.py [OPTIONS]``.
 
-Rank 0 runs pytest, with these options, on `distributed_laws.py`; the others work for it.
+Rank 0 runs pytest, with these options, on `distributed_laws.py`; the others work for it. On GPUs
+the first options say who a process is: ``--gpu ADDRESS ADDRESS RANK SIZE``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import pytest
 from distributed_jobs import Ranks
 
 from cufa import distributed
+from cufa.distributed.hosts import Hosts
+from cufa.distributed.mpi import MPILine, load
+from cufa.distributed.sockets import SocketLine
 
 LAWS = Path(__file__).with_name("distributed_laws.py")
 
@@ -26,12 +30,24 @@ class Plugin:
 
 
 if __name__ == "__main__":
-    with distributed.connect(timeout=300) as control, distributed.connect(timeout=30) as comm:
+    options = sys.argv[1:]
+    if options[:1] == ["--gpu"]:
+        import cupy
+
+        of_arrays, of_texts, *place = options[1:5]
+        rank, size = map(int, place)
+        options = options[5:]
+        comm = distributed.connect(xp=cupy, address=of_arrays, rank=rank, size=size)
+        control = Hosts(SocketLine(of_texts, rank, size, 60), 300)
+    else:
+        comm = distributed.connect(timeout=30)
+        control = Hosts(MPILine(load().COMM_WORLD.Dup()), 300)
+    with comm:
         ranks = Ranks(control, comm)
         if comm.rank:
             ranks.serve()
             sys.exit()
-        own = ["-n", "0", "-p", "no:cacheprovider", str(LAWS), *sys.argv[1:]]
+        own = ["-n", "0", "-p", "no:cacheprovider", str(LAWS), *options]
         status = pytest.main(own, plugins=[Plugin(ranks)])
         ranks.dismiss()
     sys.exit(status)
