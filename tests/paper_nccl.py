@@ -30,7 +30,7 @@ def array(a: Any) -> Any:
 class _Stream:
     """Work in order; each piece says whether it is done."""
 
-    def __init__(self, ptr: int = 0, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
         self.ptr, self.work = id(self), deque[Any]()
 
     def wait_event(self, event: _Event) -> None:

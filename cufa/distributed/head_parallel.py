@@ -212,7 +212,8 @@ class _Turn:
             shape = (whole.shape[0], side.total_heads, pieces[0].shape[2], whole.shape[3])
             shared = side is self.keys
             dtype = self._call.whole.accumulator if shared else whole.dtype
-            rows = namespace(whole).zeros(shape, dtype)
+            xp = namespace(whole)
+            rows = xp.zeros(shape, dtype) if shared else xp.empty(shape, dtype)
             for piece, heads in zip(pieces, side.heads, strict=True):
                 if shared:
                     rows[:, heads] += piece.astype(dtype)

@@ -235,6 +235,7 @@ class _Sums:
         self._layout = call.layout
         self.out = xp.zeros(own.out_shape, own.accumulator)
         self.lse = xp.full(own.lse_shape, -np.inf, own.accumulator)
+        self._is_empty = sink is None
         if sink is not None:  # a key of value 0
             logits = narrowed(sink, own.accumulator)[:, None]
             self.lse[...] = logits.reshape(logits.shape if q.ndim > 2 else (1,))
@@ -242,7 +243,10 @@ class _Sums:
     def add(self, part: Part, out: Any, lse: Any) -> None:
         here, wide = some_rows(self.out, part.rows, self._layout), self.out.dtype
         lse_here = self.lse[..., part.rows]
-        here[...], lse_here[...] = merge(here, lse_here, out.astype(wide), lse, layout=self._layout)
+        if not self._is_empty:
+            out, lse = merge(here, lse_here, out.astype(wide), lse, layout=self._layout)
+        here[...], lse_here[...] = out, lse
+        self._is_empty = False
 
 
 class _Backward:

@@ -102,7 +102,7 @@ def head_parallel_exchange(machine: Machine, ranks: int, shape: Shape) -> float:
     rows = shape.seqlen / ranks
     numbers = shape.batch * rows * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
     moved = numbers * shape.itemsize * (ranks - 1) / ranks
-    return 2 * (ranks - 1) * machine.latency + moved / machine.bandwidth
+    return 2 * machine.latency + moved / machine.bandwidth
 
 
 def _of(shape: Shape, seqlen: int) -> Shape:

@@ -248,9 +248,9 @@ class TensorParallelAttention:
 
     def _all_heads(self, a: Any) -> Any:
         """The numbers of all heads from those of each rank's."""
-        every = namespace(a).zeros(self.whole.heads, a.dtype)
-        every[self._part(self.own.heads)] = a
-        return self._sum(every)
+        every = namespace(a).zeros(self.whole.heads, _wide(a))
+        every[self._part(self.own.heads)] = a.astype(every.dtype)
+        return self._sum(every).astype(a.dtype)
 
 
 def _cut(a: Any, axis: int, part: slice) -> Any:

@@ -80,7 +80,8 @@ class NCCLCommunicator(Communicator):
                 )
         with self.together("connect"):
             self._nccl = nccl.NcclCommunicator(self.size, tuple(uniques[0]), self.rank)
-            self.stream = Stream(non_blocking=True)
+            # Before the blocks of attention, which would leave no multiprocessor to it.
+            self.stream = Stream(non_blocking=True, priority=-1)
 
     def start(self, sends: Messages, receives: Messages) -> _Transfer:
         self._follow_current_stream()
