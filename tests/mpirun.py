@@ -16,7 +16,7 @@ import cufa
 
 
 @cache
-def _mpiexec() -> list[str]:
+def mpiexec() -> list[str]:
     """The launcher of the MPI that mpi4py finds: that of this environment, else of the system."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -28,13 +28,18 @@ def _mpiexec() -> list[str]:
     return [found]
 
 
-def run(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """``mpiexec -n RANKS python ...``; what it printed, both streams in one."""
+def environment() -> dict[str, str]:
+    """Of a rank: cufa on the path, and one thread for BLAS."""
     paths = [str(Path(cufa.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own}
+
+
+def run(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """``mpiexec -n RANKS python ...``; what it printed, both streams in one."""
     return subprocess.run(
-        [*_mpiexec(), "-n", str(ranks), sys.executable, *arguments],
-        env={**os.environ, **own},
+        [*mpiexec(), "-n", str(ranks), sys.executable, *arguments],
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,13 +1,17 @@
-"""Attention on several ranks: the laws of `distributed_laws.py`, on ranks of MPI."""
+"""Attention on several ranks of MPI: the laws of `distributed_laws.py`, and what goes wrong."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import mpirun
 import pytest
 
 RANKS = Path(__file__).with_name("distributed_ranks.py")
+EXAMPLE = RANKS.parents[1] / "examples" / "ring_attention.py"
 FAILURES = Path(__file__).with_name("distributed_failures.py")
 #: What goes wrong on rank 1 of three, and what others then say.
 # fmt: off
@@ -41,3 +45,24 @@ def test_a_rank_that_fails_or_is_late_ends_the_others_too(what):
     assert done.returncode != 0
     for line in TOLD[what]:
         assert line in done.stdout
+
+
+def test_the_example_starts_its_own_ranks():
+    mpirun.mpiexec()  # or this test is skipped
+    command = [sys.executable, str(EXAMPLE), "--cpu", "--seqlen", "50"]
+    done = subprocess.run(command, env=mpirun.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in ("rank 0 of 2", "rank 1 of 2"):
+        assert f"{rank}: 25 of 50 rows in" in done.stdout
+
+
+def test_bench_times_all_ranks_beside_one(tmp_path):
+    file = tmp_path / "found.json"
+    sizes = ["--seqlen", "32", "--head-dim", "8", "--heads", "2", "--batch", "1"]
+    more = ["--causal", "causal", "--direction", "both", "--rounds", "1", "--json", str(file)]
+    options = ["--distributed", "--backend", "numpy", *sizes, *more]
+    done = mpirun.run(2, "-m", "cufa", "bench", *options)
+    assert done.returncode == 0, done.stdout
+    (row,) = json.loads(file.read_text())["rows"]
+    assert list(row["contenders"]) == ["one rank", "ring of 2", "heads over 2"]
+    assert all(found["median_ms"] > 0 for found in row["contenders"].values())

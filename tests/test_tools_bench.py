@@ -414,6 +414,12 @@ def test_what_cannot_be_is_said_before_anything_is_timed(arguments, said):
     assert not rig.clock.bursts
 
 
+@pytest.mark.parametrize("option", ["--preset=cpu", "--peer=none", "--sustained=1"])
+def test_ranks_have_no_use_for_presets_and_peers(option):
+    with pytest.raises(ArgumentError, match="does not go with --distributed"):
+        bench.run(options("--distributed", "--backend", "numpy", option))
+
+
 def test_a_file_that_may_not_be_written_is_said_before_anything_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: False)  # the superuser may write any
     with pytest.raises(ArgumentError, match=r"--json is .*x\.json, which may not be written"):

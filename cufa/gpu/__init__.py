@@ -1,4 +1,4 @@
-"""The GPU backend. Importing it, or its modules but `cards` and `exchange`, needs no CuPy."""
+"""The GPU backend. Importing it, or its modules but `cards`, `exchange`, `nccl`, needs no CuPy."""
 
 import os
 
