@@ -64,6 +64,16 @@ def places(chunks):
     return np.concatenate([np.arange(c.start, c.start + c.length) for c in chunks])
 
 
+@given(seqlen=st.integers(8, 200), size=st.integers(1, 4), rank=st.integers(0, 3))
+def test_a_rank_computes_its_own_zigzag_block_in_one_causal_call(seqlen, size, rank):
+    chunks = chunks_of("zigzag", [zigzag_length(seqlen, n, size) for n in range(size)], "q")
+    own = chunks[rank % size]
+    if min(chunk.length for chunk in own) > 1:  # a square of one is no triangle
+        (part,) = visible_parts(own, own, Band(None, 0, 0))
+        length = sum(chunk.length for chunk in own)
+        assert part == (slice(0, length), slice(0, length), (None, 0))
+
+
 @given(seqlen=st.integers(0, 50), size=st.integers(1, 6), axis=st.sampled_from([-1, -2, -3]))
 def test_joining_undoes_splitting(seqlen, size, axis):
     a = np.moveaxis(np.arange(6 * seqlen).reshape(seqlen, 2, 3), 0, axis)

@@ -71,7 +71,8 @@ def agree_on(
             plain_choice("deterministic", deterministic, (False, True))
             make_backward(sign_backward(call, saved, ("q",), False))
         signed.append(call)
-        return _facts(call, plain_choice("split", split, SPLITS))
+        has_dlse = saved is not None and saved.dlse is not None
+        return _facts(call, plain_choice("split", split, SPLITS), has_dlse)
 
     lengths = comm.agree(name, find)
     call = signed[0]
@@ -137,15 +138,16 @@ def _refuse(name: str, others: Mapping[str, Any]) -> None:
             )
 
 
-def _facts(call: Signature, split: str) -> Facts:
+def _facts(call: Signature, split: str, has_dlse: bool) -> Facts:
     problem = make_problem(call)
     sizes = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v")
     options = {option: getattr(call, option) for option in _OPTIONS}
+    options |= {"window": call.window and list(call.window)}  # as JSON gives it back
+    sink = None if call.sink is None else dtype_name(call.sink.dtype)
     return Facts(
-        sizes={"number of axes": len(call.q.shape)} | {n: getattr(problem, n) for n in sizes},
-        dtypes={"dtype of q": problem.dtype}
-        | {"dtype of sink": None if call.sink is None else dtype_name(call.sink.dtype)},
-        options={**options, "window": call.window and list(call.window), "split": split},
+        sizes={"number of axes": len(call.q.shape), **{n: getattr(problem, n) for n in sizes}},
+        dtypes={"dtype of q": problem.dtype, "dtype of sink": sink},
+        options={**options, "split": split, "dlse is given": has_dlse},
         own={"q": problem.seqlen_q, "k": problem.seqlen_k},
     )
 

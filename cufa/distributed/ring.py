@@ -127,7 +127,7 @@ def ring_attention_backward(
     ----------
     comm : Communicator
     dout, out, lse, dlse : array
-        As in `cufa.attention_backward`, of this rank's queries.
+        As in `cufa.attention_backward`, of this rank's queries; `dlse` on all ranks or on none.
     q, k, v, causal, window, softcap, sink, scale, layout, split, algorithm
         What `ring_attention` was called with.
     deterministic : bool, default False

@@ -145,11 +145,13 @@ def _visible_part(q: Chunk, k: Chunk, band: Band) -> Part | None:
 
 
 def _append(found: list[Part], part: Part) -> None:
-    """Add a part, in one with those beside it that are as wholly visible: larger calls are
-    faster."""
+    """Add a part, in one with those beside it where they are one call: larger calls are faster."""
     while found and (joined := _joined(found[-1], part)):
         found.pop()
         part = joined
+    if len(found) > 1 and (square := _causal_square(found[-2], found[-1], part)):
+        del found[-2:]
+        part = square
     found.append(part)
 
 
@@ -161,6 +163,26 @@ def _joined(a: Part, b: Part) -> Part | None:
     if a.keys == b.keys and a.rows.stop == b.rows.start:
         return Part(slice(a.rows.start, b.rows.stop), a.keys, None)
     return None
+
+
+def _causal_square(first: Part, between: Part, last: Part) -> Part | None:
+    """Two squares on the diagonal of a causal problem, and what lies before the second one, as the
+    square that they are."""
+    is_causal = all(
+        part.window == (None, 0) and _length(part.rows) == _length(part.keys)
+        for part in (first, last)
+    )
+    if not is_causal or between != Part(last.rows, first.keys, None):
+        return None
+    if first.rows.stop != last.rows.start or first.keys.stop != last.keys.start:
+        return None
+    rows, keys = (slice(a.start, b.stop) for a, b in zip(first[:2], last[:2], strict=True))
+    return Part(rows, keys, (None, 0))
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
 
 
 def _zigzag(seqlen: int, size: int) -> tuple[tuple[Chunk, ...], ...]:
