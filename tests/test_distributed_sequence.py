@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cufa.distributed.ring import _steps
 from cufa.distributed.sequence import chunks_of, visible_parts, zigzag_join, zigzag_split
 from cufa.errors import ArgumentError, ShapeError
 from cufa.problem import Band
@@ -93,3 +94,20 @@ def test_rows_that_are_no_zigzag_are_refused():
         chunks_of("zigzag", [2, 5], "k")
     with pytest.raises(ArgumentError, match="rank is 2 and size is 2"):
         zigzag_split(np.zeros((4, 1)), 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("band", "steps"),
+    [
+        (Band(None, None, 0), 4),
+        (Band(None, 0, 0), 4),
+        (Band(9, 0, 0), 2),  # ten rows a rank: the first of them sees nine of the rank before
+        (Band(10, 0, 0), 2),
+        (Band(11, 0, 0), 3),
+        (Band(0, 0, 0), 1),
+        (Band(0, 1, 0), 4),  # what comes after travels all the way round
+    ],
+)
+def test_the_ring_ends_when_nobody_sees_what_would_come(band, steps):
+    chunks = chunks_of("contiguous", [10] * 4, "q")
+    assert _steps(chunks, chunks, band) == steps

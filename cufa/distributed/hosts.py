@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from cufa.errors import RankError, RankTimeoutError
 _FACTS, _FAILED, _LEFT = "facts ", "failed ", "left "
 #: What a line that knows of it gives as the last text of a rank.
 GONE = "gone "
+#: Seconds that a process which saw a failure waits at its end, at most, for others to see it too.
+_GRACE = 5.0
 #: Between two looks at what has come, in seconds; short at first.
 _SHORTEST, _LONGEST = 2e-5, 2e-4
 
@@ -37,6 +40,10 @@ class Line(Protocol):
 
     def poll(self) -> tuple[int, str] | None:
         """The next text that has come, and from whom; at once. `GONE` of a rank that has ended."""
+
+    def abandon(self, all_left: Callable[[], bool]) -> None:
+        """The work has failed: see that the process can end. `all_left` says whether the others
+        have seen it, after a while at most."""
 
     def close(self) -> None: ...
 
@@ -82,13 +89,15 @@ class Hosts:
         own = json.dumps(facts)
         if self.rank:
             self._line.send(0, _FACTS + own)
-            return json.loads(self._next(0, 1.5 * self.timeout))  # type: ignore[no-any-return]
+            return _unpacked(self._next(0, Deadline(1.5 * self.timeout)))
         deadline = Deadline(self.timeout)
         texts = [own, *(self._next(rank, deadline) for rank in range(1, self.size))]
-        every = f"[{', '.join(texts)}]"
+        different = list(dict.fromkeys(texts))  # of a thousand ranks most say the same
+        places = {text: n for n, text in enumerate(different)}
+        every = json.dumps([different, [places[text] for text in texts]])
         for rank in range(1, self.size):
             self._line.send(rank, _FACTS + every)
-        return json.loads(every)  # type: ignore[no-any-return]
+        return _unpacked(every)
 
     def check(self) -> None:
         """Take in what has come.
@@ -114,6 +123,7 @@ class Hosts:
         """Tell the ranks that this one is linked with why the work has ended."""
         for rank in self._line.links:
             self._line.send(rank, _FAILED + text)
+        self._line.abandon(self.all_leave)
 
     def close(self) -> None:
         """Leave the group: from here on to be gone is no failure."""
@@ -121,9 +131,9 @@ class Hosts:
             self._line.send(rank, _LEFT)
         self._line.close()
 
-    def all_leave(self, seconds: float) -> bool:
-        """Whether all other ranks have failed or left, or do within so many seconds."""
-        deadline = Deadline(seconds)
+    def all_leave(self) -> bool:
+        """Whether all other ranks have failed or left, or do within a few seconds."""
+        deadline = Deadline(min(self.timeout, _GRACE))
         while len(self._left) < self.size - 1:
             with suppress(RankError):
                 self.check()
@@ -131,9 +141,8 @@ class Hosts:
                 return False
         return True
 
-    def _next(self, rank: int, wait: float | Deadline) -> str:
+    def _next(self, rank: int, deadline: Deadline) -> str:
         """The next facts of a rank."""
-        deadline = wait if isinstance(wait, Deadline) else Deadline(wait)
         waiting = self._facts[rank]
         while True:
             self.check()
@@ -148,3 +157,9 @@ class Hosts:
                     f"rank {rank} has not come to this call within {self.timeout:g} s (timeout=); "
                     "every rank must make the same calls in the same order"
                 )
+
+
+def _unpacked(every: str) -> list[Any]:
+    """What each rank gave, from the texts that differ and each rank's place among them."""
+    different, places = json.loads(every)
+    return [json.loads(different[place]) for place in places]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,6 @@ from cufa.errors import RankTimeoutError, UnsupportedError
 
 #: Tags of texts and of arrays.
 _TEXT, _ARRAY = 1, 2
-#: Seconds that a process which saw a failure waits at its end, at most, for others to see it too.
-_GRACE = 5.0
 
 
 def load() -> Any:
@@ -59,8 +58,16 @@ class MPILine:
         message.Recv([data, self._mpi.BYTE])
         return status.Get_source(), data.decode()
 
+    def abandon(self, all_left: Callable[[], bool]) -> None:
+        # Before mpi4py's own end, which would wait for a rank that never comes to its own.
+        atexit.register(self._end, all_left)
+
     def close(self) -> None:
         """Nothing: the end of MPI sees to what is on its way."""
+
+    def _end(self, all_left: Callable[[], bool]) -> None:
+        if not all_left():
+            self._mpi.COMM_WORLD.Abort(1)
 
 
 class _Transfer:
@@ -121,7 +128,7 @@ class MPICommunicator(Communicator):
         return self._started([request], ["another rank"])
 
     def abandon(self) -> None:
-        atexit.register(self._end)  # before mpi4py's own end, which waits for all ranks
+        atexit.register(self._end)  # before mpi4py's own end, which would wait for arrays
 
     def _started(self, requests: list[Any], others: list[str]) -> _Transfer:
         transfer = _Transfer(self, requests, others)
@@ -129,8 +136,7 @@ class MPICommunicator(Communicator):
         return transfer
 
     def _end(self) -> None:
-        """End the whole job if it would not end by itself: a rank does not come to its end, or
-        arrays are on their way for good."""
-        ended = self.hosts.all_leave(min(self.timeout, _GRACE))
-        if not (ended and all(transfer.is_done() for transfer in self.pending)):
+        """End the whole job, once the others know, if arrays are on their way for good."""
+        if not all(transfer.is_done() for transfer in self.pending):
+            self.hosts.all_leave()
             self.mpi.COMM_WORLD.Abort(1)

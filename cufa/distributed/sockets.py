@@ -6,6 +6,7 @@ import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 
 from cufa.distributed.hosts import GONE, Deadline
 from cufa.errors import ArgumentError, RankTimeoutError
@@ -68,6 +69,9 @@ class SocketLine:
                 if connection in ready:
                     self._read(rank, connection)
         return self._come.popleft() if self._come else None
+
+    def abandon(self, all_left: Callable[[], bool]) -> None:
+        """Nothing: a process ends whatever becomes of its connections."""
 
     def close(self) -> None:
         for connection in self._sockets.values():
