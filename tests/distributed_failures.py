@@ -16,7 +16,7 @@ from cufa import distributed
 from cufa.distributed import ring
 
 #: Seconds that ranks wait, and that rank 1 is late.
-TIMEOUT, LATE = 1.0, 3.0
+TIMEOUT, LATE = 2.0, 5.0
 
 
 def in_its_part(action):

@@ -125,6 +125,14 @@ def layer(comm: Any, problem: LayerCase) -> Any:
     return to_numpy(y), LayerGradients(on_host, *_on_host(rest))
 
 
+def layer_with(comm: Any, options: dict[str, Any]) -> Any:
+    """The result of a layer of two heads for each rank, called with some options."""
+    divided = distributed.TensorParallelAttention(comm, 8, 2 * comm.size, head_dim=4)
+    params = divided.split(divided.whole.init(0, xp=_library(comm)))
+    x = _library(comm).ones((3, 8), "float32")
+    return to_numpy(divided.vjp(params, x, **options)[0])
+
+
 def differing(comm: Any, change: dict[str, Any], all_alike: dict[str, Any] | None = None) -> Any:
     """A call in which the last rank gives something else."""
     options = {**(all_alike or {}), **(change if comm.rank == comm.size - 1 else {})}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed_jobs import Places, backward, differing, forward, layer
+from distributed_jobs import Places, backward, differing, forward, layer, layer_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import LayerCase, formula, layer_cases
@@ -209,6 +209,23 @@ def test_rows_that_are_no_zigzag_are_told_on_every_rank(several):
     for error in several(differing, {"rows": 9}, {"split": "zigzag"}):
         assert type(error) is ShapeError
         assert "q has seqlen" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"bias": 1.0}, UnsupportedError, "bias is 1.0; heads that are divided among ranks"),
+        ({"dropout_p": 0.5}, UnsupportedError, "dropout_p is 0.5; heads that are divided"),
+        ({"sink": np.ones(1)}, ShapeError, "sink has shape (1,); it must be of the"),
+        ({"spread": 1}, TypeError, "a layer has no option spread"),
+        ({"recompute": 3}, ArgumentError, "recompute is 3"),
+        ({"algorithm": "fa1"}, UnsupportedError, "algorithm is 'fa1'"),
+    ],
+)
+def test_what_a_layer_with_divided_heads_cannot_is_said_on_every_rank(several, options, kind, said):
+    for error in several(layer_with, options):
+        assert type(error) is kind
+        assert said in str(error)
 
 
 def merged_bounds(case: Case, places: Places, size: int) -> Any:

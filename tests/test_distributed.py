@@ -18,9 +18,9 @@ FAILURES = Path(__file__).with_name("distributed_failures.py")
 TOLD = {
     "within-raises":  ("rank 0: RankError: rank 1 failed in ring_attention: MemoryError: no room",
                        "rank 2: RankError: rank 1 failed in ring_attention: MemoryError: no room"),
-    "before-late":    ("rank 0: RankTimeoutError: rank 1 has not come to this call within 1 s",
-                       "rank 2: RankError: rank 1 has not come to this call within 1 s"),
-    "within-stopped": ("rank 2: RankTimeoutError: rank 1 has not answered rank 2 within 1 s",),
+    "before-late":    ("rank 0: RankTimeoutError: rank 1 has not come to this call within 2 s",
+                       "rank 2: RankError: rank 1 has not come to this call within 2 s"),
+    "within-stopped": ("rank 2: RankTimeoutError: rank 1 has not answered rank 2 within 2 s",),
     "within-killed":  (),
 }
 # fmt: on

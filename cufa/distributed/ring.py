@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cufa.arrays import Arrays, namespace, narrowed
-from cufa.attention import attention, merge
+from cufa.attention import attention, merge_weights
 from cufa.backward import attention_backward
 from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in, some_rows
 from cufa.distributed.communicator import Communicator, Pending
@@ -241,12 +241,17 @@ class _Sums:
             self.lse[...] = logits.reshape(logits.shape if q.ndim > 2 else (1,))
 
     def add(self, part: Part, out: Any, lse: Any) -> None:
-        here, wide = some_rows(self.out, part.rows, self._layout), self.out.dtype
-        lse_here = self.lse[..., part.rows]
-        if not self._is_empty:
-            out, lse = merge(here, lse_here, out.astype(wide), lse, layout=self._layout)
-        here[...], lse_here[...] = out, lse
-        self._is_empty = False
+        """As `merge` does, in place: there is as much to be added as there is to be computed."""
+        here = some_rows(self.out, part.rows, self._layout)
+        if self._is_empty:
+            here[...], self.lse[..., part.rows] = out, lse
+            self._is_empty = False
+            return
+        both, weight, weight_of_part = merge_weights(self.lse[..., part.rows], lse, self._layout)
+        with np.errstate(all="ignore"):  # NaN that came with the results
+            here *= weight
+            here += out.astype(here.dtype) * weight_of_part
+        self.lse[..., part.rows] = both
 
 
 class _Backward:
@@ -259,25 +264,17 @@ class _Backward:
 
     def gradients(self, block: _Block, parts: tuple[Part, ...]) -> _Block:
         """What these queries add to the gradients of a block; adds to their own."""
-        layout, wide = self._call.layout, self.dq.dtype
-        sums = [namespace(a).zeros(a.shape, wide) for a in block]
+        wide, sums = self.dq.dtype, list[Any]()
         for part in parts:
-            k, v = (some_rows(a, part.keys, layout) for a in block)
-            dout, out = (
-                some_rows(a, part.rows, layout) for a in (self._saved.dout, self._saved.out)
-            )
-            lse, dlse = (
-                None if a is None else a[..., part.rows]
-                for a in (self._saved.lse, self._saved.dlse)
-            )
-            q = some_rows(self._q, part.rows, layout)
-            found = attention_backward(
-                dout, q, k, v, out, lse, dlse=dlse, window=part.window, **self._options
-            )
-            _add(some_rows(self.dq, part.rows, layout), found.dq)
+            found = self._of_part(block, part)
+            self._add(self.dq, part.rows, found.dq)
+            if not sums and found.dk.shape == block[0].shape:  # of all its keys
+                sums = [a.astype(wide, copy=False) for a in (found.dk, found.dv)]
+                continue
+            sums = sums or _zeros(block, wide)
             for total, gradient in zip(sums, (found.dk, found.dv), strict=True):
-                _add(some_rows(total, part.keys, layout), gradient)
-        return sums
+                self._add(total, part.keys, gradient)
+        return sums or _zeros(block, wide)
 
     def of_sink(self, comm: Communicator, k: Any, v: Any, sink: Any) -> Any:
         """The gradient of the sink, which no key has a part in."""
@@ -290,6 +287,22 @@ class _Backward:
         )
         comm.all_reduce(found.dsink).wait()
         return found.dsink.astype(sink.dtype)
+
+    def _of_part(self, block: _Block, part: Part) -> Gradients:
+        layout, saved = self._call.layout, self._saved
+        k, v = (some_rows(a, part.keys, layout) for a in block)
+        q, dout, out = (some_rows(a, part.rows, layout) for a in (self._q, saved.dout, saved.out))
+        dlse = None if saved.dlse is None else saved.dlse[..., part.rows]
+        options = {"dlse": dlse, "window": part.window, **self._options}
+        return attention_backward(dout, q, k, v, out, saved.lse[..., part.rows], **options)
+
+    def _add(self, total: Any, rows: slice, gradient: Any) -> None:
+        here = some_rows(total, rows, self._call.layout)
+        here += gradient.astype(total.dtype)
+
+
+def _zeros(block: _Block, dtype: Any) -> _Block:
+    return [namespace(a).zeros(a.shape, dtype) for a in block]
 
 
 class _Home:
@@ -319,7 +332,3 @@ class _Home:
         if self._pending:
             self._pending.wait()
         return self._sums
-
-
-def _add(total: Any, gradient: Any) -> None:
-    total += gradient.astype(total.dtype)
