@@ -125,8 +125,10 @@ def layer(comm: Any, problem: LayerCase) -> Any:
     return to_numpy(y), LayerGradients(on_host, *_on_host(rest))
 
 
-def layer_with(comm: Any, options: dict[str, Any]) -> Any:
+def layer_with(comm: Any, options: dict[str, Any], of_last: dict[str, Any]) -> Any:
     """The result of a layer of two heads for each rank, called with some options."""
+    if comm.rank == comm.size - 1:
+        options = {**options, **of_last}
     divided = distributed.TensorParallelAttention(comm, 8, 2 * comm.size, head_dim=4)
     params = divided.split(divided.whole.init(0, xp=_library(comm)))
     x = _library(comm).ones((3, 8), "float32")
@@ -141,6 +143,13 @@ def differing(comm: Any, change: dict[str, Any], all_alike: dict[str, Any] | Non
     function = getattr(distributed, options.pop("function", "ring_attention"))
     a = _library(comm).ones(shape, options.pop("dtype", "float32"))
     return _on_host([function(comm, a, a, a, **options)])[0]
+
+
+def differing_backward(comm: Any) -> Any:
+    """Gradients, on the last rank of a loss by lse too."""
+    a, lse = (_library(comm).ones(shape, "float32") for shape in ((2, 8, 16), (2, 8)))
+    dlse = lse if comm.rank == comm.size - 1 else None
+    return distributed.ring_attention_backward(comm, a, a, a, a, a, lse, dlse=dlse)
 
 
 def _own(comm: Any, case: Case, places: Places) -> list[Any]:

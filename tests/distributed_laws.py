@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed_jobs import Places, backward, differing, forward, layer, layer_with
+from distributed_jobs import (
+    Places,
+    backward,
+    differing,
+    differing_backward,
+    forward,
+    layer,
+    layer_with,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import LayerCase, formula, layer_cases
@@ -223,9 +231,33 @@ def test_rows_that_are_no_zigzag_are_told_on_every_rank(several):
     ],
 )
 def test_what_a_layer_with_divided_heads_cannot_is_said_on_every_rank(several, options, kind, said):
-    for error in several(layer_with, options):
+    for error in several(layer_with, options, {}):
         assert type(error) is kind
         assert said in str(error)
+
+
+@pytest.mark.parametrize(
+    ("of_last", "kind", "said"),
+    [
+        (
+            {"mask": np.ones((3, 3), bool)},
+            ShapeError,
+            "shape of mask is [3, 3] on rank {} and None",
+        ),
+        ({"causal": True}, ArgumentError, "causal is 'True' on rank {} and None on rank 0"),
+        ({"offset": 1}, ArgumentError, "offset is 1 on rank {} and 0 on rank 0"),
+    ],
+)
+def test_layers_that_are_called_differently_are_told(several, of_last, kind, said):
+    for error in several(layer_with, {}, of_last):
+        assert type(error) is kind
+        assert said.format(several.size - 1) in str(error)
+
+
+def test_gradients_by_lse_are_of_all_ranks_or_none(several):
+    for error in several(differing_backward):
+        assert type(error) is ArgumentError
+        assert f"dlse is 'an array' on rank {several.size - 1} and None on rank 0" in str(error)
 
 
 def merged_bounds(case: Case, places: Places, size: int) -> Any:

@@ -71,8 +71,8 @@ def agree_on(
             plain_choice("deterministic", deterministic, (False, True))
             make_backward(sign_backward(call, saved, ("q",), False))
         signed.append(call)
-        has_dlse = saved is not None and saved.dlse is not None
-        return _facts(call, plain_choice("split", split, SPLITS), has_dlse)
+        dlse = None if saved is None or saved.dlse is None else "an array"
+        return _facts(call, plain_choice("split", split, SPLITS), dlse)
 
     lengths = comm.agree(name, find)
     call = signed[0]
@@ -138,7 +138,7 @@ def _refuse(name: str, others: Mapping[str, Any]) -> None:
             )
 
 
-def _facts(call: Signature, split: str, has_dlse: bool) -> Facts:
+def _facts(call: Signature, split: str, dlse: str | None) -> Facts:
     problem = make_problem(call)
     sizes = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v")
     options = {option: getattr(call, option) for option in _OPTIONS}
@@ -147,7 +147,7 @@ def _facts(call: Signature, split: str, has_dlse: bool) -> Facts:
     return Facts(
         sizes={"number of axes": len(call.q.shape), **{n: getattr(problem, n) for n in sizes}},
         dtypes={"dtype of q": problem.dtype, "dtype of sink": sink},
-        options={**options, "split": split, "dlse is given": has_dlse},
+        options={**options, "split": split, "dlse": dlse},
         own={"q": problem.seqlen_q, "k": problem.seqlen_k},
     )
 

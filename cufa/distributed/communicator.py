@@ -175,9 +175,9 @@ class Communicator(ABC):
 def _compare(
     call: str, rank: int, here: dict[str, Any], first: dict[str, Any], kind: type[CufaError]
 ) -> None:
-    for name, value in here.items():
-        if value != first[name]:
+    for name in {**first, **here}:
+        if here.get(name) != first.get(name):
             raise kind(
-                f"{call}: {name} is {value!r} on rank {rank} and {first[name]!r} on rank 0; it "
-                "must be the same on all ranks"
+                f"{call}: {name} is {here.get(name)!r} on rank {rank} and {first.get(name)!r} on "
+                "rank 0; it must be the same on all ranks"
             )

@@ -16,7 +16,7 @@ from cufa.attention import attention
 from cufa.backward import attention_backward
 from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in
 from cufa.distributed.communicator import Communicator
-from cufa.distributed.sequence import Chunk
+from cufa.distributed.sequence import Chunk, length_of
 from cufa.gradients import Gradients, Saved
 from cufa.problem import Causal, Shape
 
@@ -184,7 +184,7 @@ class _Turn:
         outgoing, shapes = [], []
         for a, side in arrays:
             outgoing.append([a[:, heads] for heads in side.heads])
-            count = _length(side.heads[self._comm.rank])
+            count = length_of(side.heads[self._comm.rank])
             shapes.append([(a.shape[0], count, rows_in(c), a.shape[3]) for c in side.chunks])
         found = []
         for (a, side), pieces in zip(arrays, self._swap(outgoing, shapes), strict=True):
@@ -205,7 +205,7 @@ class _Turn:
             outgoing.append([_rows_at(whole, chunks) for chunks in side.chunks])
             seqlen = rows_in(side.chunks[self._comm.rank])
             shapes.append(
-                [(whole.shape[0], _length(h), seqlen, whole.shape[3]) for h in side.heads]
+                [(whole.shape[0], length_of(h), seqlen, whole.shape[3]) for h in side.heads]
             )
         found = []
         for (whole, side), pieces in zip(arrays, self._swap(outgoing, shapes), strict=True):
@@ -280,11 +280,6 @@ def _four_axes(a: Any, layout: str) -> Any:
     if axis_of(layout, a.ndim) == -3:
         a = a.swapaxes(-2, -3)
     return a[(None,) * (4 - a.ndim)]
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
 
 
 def _rows_at(whole: Any, chunks: Sequence[Chunk]) -> Any:

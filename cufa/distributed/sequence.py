@@ -8,6 +8,7 @@ arXiv:2407.21783, section 3.3.2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from cufa.arrays import namespace
@@ -99,7 +100,7 @@ def chunks_of(split: str, lengths: Sequence[int], name: str) -> tuple[tuple[Chun
         They are not those of `zigzag_split`.
     """
     if split == "contiguous":
-        starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+        starts = [0, *accumulate(lengths)][:-1]
         return tuple((Chunk(start, n, 0),) for start, n in zip(starts, lengths, strict=True))
     chunks = _zigzag(sum(lengths), len(lengths))
     for rank, (length, both) in enumerate(zip(lengths, chunks, strict=True)):
@@ -169,7 +170,7 @@ def _causal_square(first: Part, between: Part, last: Part) -> Part | None:
     """Two squares on the diagonal of a causal problem, and what lies before the second one, as the
     square that they are."""
     is_causal = all(
-        part.window == (None, 0) and _length(part.rows) == _length(part.keys)
+        part.window == (None, 0) and length_of(part.rows) == length_of(part.keys)
         for part in (first, last)
     )
     if not is_causal or between != Part(last.rows, first.keys, None):
@@ -180,7 +181,8 @@ def _causal_square(first: Part, between: Part, last: Part) -> Part | None:
     return Part(rows, keys, (None, 0))
 
 
-def _length(part: slice) -> int:
+def length_of(part: slice) -> int:
+    """Elements of a slice with both ends."""
     length: int = part.stop - part.start
     return length
 
