@@ -23,16 +23,17 @@ def mpiexec() -> list[str]:
     if found is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpiexec: the extra distributed")
     version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
-    if "Open MPI" in version:  # else it starts no ranks as root, nor more than processors
-        return [found, "--allow-run-as-root", "--oversubscribe"]
+    if "Open MPI" in version:  # which else starts no more ranks than there are processors
+        return [found, "--oversubscribe"]
     return [found]
 
 
 def environment() -> dict[str, str]:
-    """Of a rank: cufa on the path, and one thread for BLAS."""
+    """Of a rank: cufa on the path, one thread for BLAS, and for Open MPI that it may be root."""
     paths = [str(Path(cufa.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **own}
+    as_root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    return {**os.environ, **own, **as_root}
 
 
 def run(ranks: int, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
