@@ -61,11 +61,13 @@ if __name__ == "__main__":
         distributed.ring_attention(comm, q, k, v)  # all have started, and it works
         comm.timeout = comm.hosts.timeout = TIMEOUT
         if comm.rank == 1:
-            if when == "before":
-                ACTIONS[action]()
-            else:
+            if when == "within":
                 in_its_part(ACTIONS[action])
+            else:
+                ACTIONS[action]()
         try:
+            if when == "joining":
+                distributed.connect(timeout=TIMEOUT)
             distributed.ring_attention(comm, q, k, v)
         except Exception as error:
             print(f"rank {comm.rank}: {type(error).__name__}: {error}", flush=True)

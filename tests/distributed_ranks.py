@@ -41,7 +41,7 @@ if __name__ == "__main__":
         control = Hosts(SocketLine(of_texts, rank, size, 60), 300)
     else:
         comm = distributed.connect(timeout=30)
-        control = Hosts(MPILine(load().COMM_WORLD.Dup()), 300)
+        control = Hosts(MPILine(load().COMM_WORLD, 300), 300)
     with comm:
         ranks = Ranks(control, comm)
         if comm.rank:

@@ -20,7 +20,9 @@ TOLD = {
                        "rank 2: RankError: rank 1 failed in ring_attention: MemoryError: no room"),
     "before-late":    ("rank 0: RankTimeoutError: rank 1 has not come to this call within 2 s",
                        "rank 2: RankError: rank 1 has not come to this call within 2 s"),
-    "within-stopped": ("rank 2: RankTimeoutError: rank 1 has not answered rank 2 within 2 s",),
+    "joining-late":   ("rank 0: RankTimeoutError: not all 3 ranks have come to connect within 2 s",
+                       "rank 2: RankTimeoutError: not all 3 ranks have come to connect within 2 s"),
+    "within-stopped": ("RankTimeoutError: rank 1 has not answered rank ",),
     "within-killed":  (),
 }
 # fmt: on

@@ -76,7 +76,7 @@ def connect(
         group = mpi.load().COMM_WORLD if comm is None else comm
         if xp is np:
             return mpi.MPICommunicator(group, timeout)
-        return _over_nccl(mpi.MPILine(group.Dup()), timeout, device)
+        return _over_nccl(mpi.MPILine(group, timeout), timeout, device)
     if xp is np:
         raise ArgumentError(
             f"address is {shown(address)} and xp is numpy, whose arrays travel by MPI; leave it out"

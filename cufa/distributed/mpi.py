@@ -34,11 +34,31 @@ def load() -> Any:
     return MPI
 
 
-class MPILine:
-    """Texts over a communicator of MPI that nobody else uses."""
+def copy_of(comm: Any, timeout: float) -> Any:
+    """A communicator of the same ranks, which all must ask for it, that nobody else uses.
 
-    def __init__(self, comm: Any) -> None:
-        self._mpi, self._comm = load(), comm
+    Raises
+    ------
+    RankTimeoutError
+        One does not.
+    """
+    copy, request = comm.Idup()
+    deadline = Deadline(timeout)
+    while not request.Test():
+        if deadline.is_over():
+            atexit.register(load().COMM_WORLD.Abort, 1)  # who has not come will not end it
+            raise RankTimeoutError(
+                f"not all {comm.Get_size()} ranks have come to connect within {timeout:g} s "
+                "(timeout=)"
+            )
+    return copy
+
+
+class MPILine:
+    """Texts over a copy of a communicator of MPI."""
+
+    def __init__(self, comm: Any, timeout: float) -> None:
+        self._mpi, self._comm = load(), copy_of(comm, timeout)
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.links = tuple(rank for rank in range(self.size) if rank != self.rank)
         #: Requests of texts that may still be on their way, each with its bytes.
@@ -102,13 +122,18 @@ class MPICommunicator(Communicator):
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
-        A copy of it is made, which all its ranks must take part in.
+        All its ranks must take part: a copy of it is made.
     timeout : float
+
+    Notes
+    -----
+    How much of a large transfer goes on beside work is up to MPI: some libraries move it only while
+    somebody waits.
     """
 
     def __init__(self, comm: Any, timeout: float) -> None:
-        self.mpi, self._comm = load(), comm.Dup()
-        super().__init__(Hosts(MPILine(comm.Dup()), timeout), "numpy")
+        self.mpi, self._comm = load(), copy_of(comm, timeout)
+        super().__init__(Hosts(MPILine(comm, timeout), timeout), "numpy")
         #: What has not been waited for to its end.
         self.pending: set[_Transfer] = set()
 
