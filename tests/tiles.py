@@ -42,7 +42,7 @@ FEATURES: dict[Scores, dict[str, list[Any]]] = {
     Scores.MASKED: {**_ANY_BOUNDS, "mask": [True]},
     Scores.MODIFIED: {**_ANY_BOUNDS, **_MODIFIED},
     Scores.BIASED: {**_ANY_BOUNDS, "bias": ["float16", "bfloat16"]},
-    Scores.BIASED_32: {**_ANY_BOUNDS, "bias": ["float32"]},
+    Scores.BIASED_32: {**_ANY_BOUNDS, "mask": _BOTH, "bias": ["float16", "bfloat16", "float32"]},
     Scores.MIXED: {
         **_ANY_BOUNDS,
         "mask": _BOTH,
