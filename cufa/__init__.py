@@ -24,6 +24,7 @@ from cufa.errors import (
 from cufa.flash_attn import flash_attn_func
 from cufa.gradients import Gradients
 from cufa.layers import LayerGradients, MultiHeadAttention
+from cufa.long_sequence import LongPlan, LongSequenceAttention
 from cufa.recompute import checkpoint
 
 __version__ = "0.1.0"
@@ -37,6 +38,8 @@ __all__ = [
     "Explanation",
     "Gradients",
     "LayerGradients",
+    "LongPlan",
+    "LongSequenceAttention",
     "MultiHeadAttention",
     "OutOfMemoryError",
     "ShapeError",

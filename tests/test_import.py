@@ -15,12 +15,12 @@ import cufa
 PACKAGE = Path(cufa.__file__).parent
 #: A module imports from rows above its own only.
 LAYERS = (
-    ("errors", "reference"),
+    ("errors", "reference", "gpu.streaming"),
     ("options", "recompute"),
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
-    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
-    ("gradients",),
+    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds", "long_plan"),
+    ("gradients", "saved_blocks"),
     (
         "gpu.registry",
         "gpu.params",
@@ -39,7 +39,9 @@ LAYERS = (
     ("interop",),
     ("attention", "numerics"),
     ("flash_attn", "explanation", "backward", "layer_checks"),
-    ("layers",),
+    ("layers", "long_sweep"),
+    ("long_call",),
+    ("long_sequence",),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
     ("tools.formulas", "tools.rigs", "tools.picture", "tools.shapes"),

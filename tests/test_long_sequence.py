@@ -1,0 +1,510 @@
+"""`LongSequenceAttention`: blocks change nothing, hold what they say, and outlive their process."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paper_streams import PaperCard
+
+import cufa
+from cufa import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    LongSequenceAttention,
+    ShapeError,
+    UnsupportedError,
+    blocks,
+    long_call,
+    long_plan,
+    reference,
+)
+from cufa.bounds import exact, merged, spacing
+from cufa.testing import (
+    Case,
+    assert_gradients_within_rounding,
+    assert_within_rounding,
+    cases,
+    numpy_dtype,
+)
+
+#: Block sizes that cut these lengths into one part or many, whole or not.
+SIZES = st.tuples(st.integers(7, 90), st.integers(7, 90))
+long_cases = cases(
+    max_elements=1 << 16,
+    seqlen_q=st.integers(0, 100),
+    seqlen_k=st.integers(0, 100),
+    head_dim=st.sampled_from([4, 16]),
+    head_dim_v=st.sampled_from([4, 16]),
+)
+
+
+def servable(case: Case) -> Case:
+    """With bottom-right alignment where ALiBi needs it."""
+    unequal = case.seqlen_q != case.seqlen_k
+    return replace(case, causal=bool(case.causal)) if case.alibi and unequal else case
+
+
+def exact_in_blocks(case: Case, keys: int):
+    """The answer, with the bounds of results that are merged from those over blocks of keys."""
+    shape = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    options = case.options(np)
+    mask = np.broadcast_to(options.pop("mask", True), shape)
+    sink = options.pop("sink", None)
+    columns = np.arange(case.seqlen_k)
+
+    def over(first, last, **more):
+        seen = mask & (columns >= first) & (columns < last)
+        return exact(*case.arrays(np), mask=seen, **options, **more)
+
+    found = over(0, keys)
+    for start in range(keys, case.seqlen_k, keys):
+        part = over(start, start + keys)
+        found = merged(over(0, start + keys), found, part, case.layout)
+    if sink is not None:
+        none = np.zeros_like(found.out)  # a key of value 0
+        lse = np.broadcast_to(sink.astype(np.float64)[:, None], shape[:3]).reshape(found.lse.shape)
+        last = found._replace(out=none, lse=lse, out_bound=none, lse_bound=np.zeros_like(lse))
+        found = merged(over(0, case.seqlen_k, sink=sink), found, last, case.layout)
+    return found
+
+
+def gradients_in_blocks(case: Case, sizes: tuple[int, int]):
+    """The gradients, with the bounds of sums whose parts are rounded to the dtype of `q`."""
+    expected = case.exact_gradients()
+    dtype = numpy_dtype(case.dtype)
+    if dtype.itemsize > 2:  # parts are as exact as the sums
+        return expected
+    queries, keys = (
+        math.ceil(n / size) for n, size in zip((case.seqlen_q, case.seqlen_k), sizes, strict=True)
+    )
+    q, k, _ = (reference.four_axes(a.astype(np.float64), case.layout) for a in case.arrays(np))
+    dout, dlse = case.back(np)
+    shape = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
+    options = {n: a for n, a in case.options(np).items() if n != "bias"}
+    bias = np.zeros(shape) + case.options(np).get("bias", 0)
+    ds = abs(reference.gradients(dout, *case.arrays(np), dlse=dlse, bias=bias, **options).dbias)
+    _, lse = reference.attention(*case.arrays(np), bias=bias, **options)
+    options.pop("sink", None)
+    s = reference.scores(*case.arrays(np)[:2], bias=bias, **options)
+    lse = lse.reshape(*shape[:3], 1)
+    p = np.exp(s - np.where(lse == -np.inf, 0, lse))
+    scale = abs(case.scale if case.scale is not None else case.head_dim**-0.5)
+    dout = abs(reference.four_axes(dout.astype(np.float64), case.layout))
+    with np.errstate(all="ignore"):
+        sizes_of = {
+            "dq": scale * ds @ reference.per_query_head(abs(k), case.heads),
+            "dk": by_group(case, scale * ds.swapaxes(2, 3) @ abs(q)),
+            "dv": by_group(case, p.swapaxes(2, 3) @ dout),
+        }
+    wider = {}
+    for name, size in sizes_of.items():
+        parts = keys if name == "dq" else queries * case.group
+        largest = np.nan_to_num(size, posinf=np.inf).max(-1, keepdims=True, initial=0)
+        more = parts * 2 * spacing(dtype, largest)
+        bound = getattr(expected.bounds, name)
+        turned = more.swapaxes(1, 2) if case.layout == "bshd" and case.rank > 2 else more
+        wider[name] = bound + turned.reshape(*bound.shape[:-1], 1)
+    return expected._replace(bounds=expected.bounds._replace(**wider))
+
+
+def by_group(case, a):
+    return a.reshape(case.batch, case.kv_heads, case.group, *a.shape[2:]).sum(2)
+
+
+def without_bias(expected):
+    return expected.only({"q", "k", "v", "sink"})
+
+
+@pytest.fixture
+def paper(monkeypatch):
+    """`cufa.gpu.streaming` on a card on paper, taken for one of this machine."""
+    card = PaperCard()
+    cupy = card.cupy()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
+    monkeypatch.delitem(sys.modules, "cufa.gpu.streaming", raising=False)
+    streaming = importlib.import_module("cufa.gpu.streaming")
+    monkeypatch.setattr(long_call, "_streaming", lambda: streaming)
+    monkeypatch.setattr(streaming, "_CHUNK", 1000)
+    monkeypatch.setattr(streaming, "_THREADED", 500)
+    yield card
+    sys.modules.pop("cufa.gpu.streaming", None)
+
+
+@given(case=long_cases.map(servable), sizes=SIZES)
+def test_blocks_of_any_size_give_the_formula(case, sizes):
+    long = LongSequenceAttention(sizes, device="cpu")
+    result = long(*case.arrays(np), return_lse=True, **case.options(np))
+    assert_within_rounding(result, exact_in_blocks(case, sizes[1]))
+
+
+@given(case=long_cases.map(servable), sizes=SIZES)
+def test_gradients_in_blocks_are_those_of_the_formula(case, sizes):
+    arrays, options, (dout, dlse) = case.arrays(np), case.options(np), case.back(np)
+    out, lse = cufa.attention(*arrays, return_lse=True, **options)
+    long = LongSequenceAttention(sizes, device="cpu")
+    got = long.backward(dout, *arrays, out, lse, dlse=dlse, **options)
+    assert_gradients_within_rounding(got, without_bias(gradients_in_blocks(case, sizes)))
+
+
+def problem_of(call, **options):
+    arrays = cufa.arrays.Arrays(*call)
+    given = {"causal": False, "window": None, "softcap": None, "scale": None, "layout": "bhsd"}
+    return long_call.checked(arrays, 0.0, **(given | options))[1]
+
+
+def zeros(seqlen_q, seqlen_k, heads=1, kv_heads=1, head_dim=8, dtype="float32"):
+    """Arrays that take no memory."""
+    shapes = (heads, seqlen_q), (kv_heads, seqlen_k), (kv_heads, seqlen_k)
+    return [np.broadcast_to(np.zeros((), dtype), (*shape, head_dim)) for shape in shapes]
+
+
+@given(
+    lengths=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    sizes=SIZES,
+    causal=st.sampled_from([False, True, "top_left"]),
+    window=st.none() | st.tuples(st.integers(-1, 40), st.integers(-1, 40)),
+    alibi=st.booleans(),
+    by_keys=st.booleans(),
+)
+def test_every_key_that_a_query_sees_is_in_one_piece(
+    lengths, sizes, causal, window, alibi, by_keys
+):
+    """And what it does not see in none, or hidden by the piece's window; and ALiBi's distances are
+    those of the piece, or on one side."""
+    causal = bool(causal) if alibi else causal
+    problem = problem_of(zeros(*lengths), causal=causal, window=window)
+    if alibi:
+        problem = replace(problem, alibi_slopes=problem.q)
+    sees = np.zeros(lengths, int)
+    for block in long_plan.blocks(problem, long_plan.Sizes(1, *sizes), by_keys):
+        for inner in block.inner:
+            pair = (inner, block.outer) if by_keys else (block.outer, inner)
+            found = long_plan.pieces(problem, *pair)
+            assert found or inner == slice(0, 0)
+            for rows, keys, bounds, side in found:
+                i, j = np.ogrid[: rows.stop - rows.start, : keys.stop - keys.start]
+                behind = j - i - (j.size - i.size)
+                left, right = bounds or (None, None)
+                seen = (left is None or behind >= -left) & (right is None or behind <= right)
+                sees[rows, keys] += np.broadcast_to(seen, (i.size, j.size))
+                beyond = j + keys.start - (i + rows.start) - (lengths[1] - lengths[0])
+                told = {"left": beyond <= 0, "right": beyond >= 0, "across": beyond == behind}
+                assert side == "" or told[side].all()
+    q, k, _ = zeros(*lengths)
+    visible = reference.scores(q, k, causal=causal, window=window)[0, 0] > -np.inf
+    np.testing.assert_array_equal(sees, visible)
+
+
+@given(
+    lengths=st.tuples(st.integers(0, 5000), st.integers(0, 5000)),
+    heads=st.sampled_from([(1, 1), (8, 8), (12, 3), (64, 1)]),
+    head_dim=st.sampled_from([1, 64, 200]),
+    dtype=st.sampled_from(["float16", "float64"]),
+    max_bytes=st.integers(20, 30).map(lambda n: 1 << n),
+    backward=st.booleans(),
+)
+def test_blocks_are_the_longest_that_fit(lengths, heads, head_dim, dtype, max_bytes, backward):
+    call = zeros(*lengths, *heads, head_dim, dtype)
+    long = LongSequenceAttention(max_bytes=max_bytes, device="cpu")
+    least = long_plan.held_bytes(problem_of(call), long_plan.Sizes(1, 128, 128), backward)
+    if least > max_bytes:
+        with pytest.raises(ArgumentError, match=f"max_bytes is {max_bytes}; .* take {least}"):
+            long.plan(*call, backward=backward)
+        return
+    plan = long.plan(*call, backward=backward)
+    assert plan.bytes <= max_bytes
+    assert 1 <= plan.heads <= heads[1]
+    whole = plan.queries >= lengths[0] and plan.keys >= lengths[1]
+    sizes = long_plan.Sizes(plan.heads, *(2 * n + 256 for n in (plan.queries, plan.keys)))
+    problem = problem_of(call)
+    assert whole or long_plan.held_bytes(problem, sizes, backward) > max_bytes
+
+
+def test_one_block_of_keys_gives_the_bits_of_attention():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 3, 200, 16), dtype=np.float32)
+    want = cufa.attention(q, k, v, causal=True, return_lse=True)
+    long = LongSequenceAttention((200, 200), device="cpu")
+    for got, a in zip(long(q, k, v, causal=True, return_lse=True), want, strict=True):
+        np.testing.assert_array_equal(got, a)
+
+
+@pytest.mark.usefixtures("paper")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=long_cases.map(servable), sizes=SIZES)
+def test_copies_that_are_late_change_nothing(case, sizes):
+    """Copies to a card and back, each made as late as it may be, in memory full of NaN."""
+    arrays, options, (dout, dlse) = case.arrays(np), case.options(np), case.back(np)
+    results = []
+    for device in ("cpu", "gpu"):
+        long = LongSequenceAttention(sizes, device=device)
+        out, lse = long(*arrays, return_lse=True, **options)
+        gradients = long.backward(dout, *arrays, out, lse, dlse=dlse, **options)
+        results.append([out, lse, *(a for a in gradients if a is not None)])
+    for on_cpu, streamed in zip(*results, strict=True):
+        np.testing.assert_array_equal(streamed, on_cpu)
+
+
+def test_blocks_that_nobody_sees_are_not_copied(paper):
+    q, k, v = np.ones((3, 1, 800, 8), np.float32)
+    k[:, 500:], v[:, 500:] = np.nan, np.nan
+    long = LongSequenceAttention(100, device="gpu")
+    out = long(q[:, :500], k, v, causal="top_left")
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+    # Each block of queries but the first begins with the keys that the one before has left.
+    pairs = long.plan(q[:, :500], k, v, causal="top_left").pairs
+    assert pairs == 15
+    assert paper.copied < 4 * 100 * 8 * (5 + 2 * pairs)
+
+
+@pytest.mark.usefixtures("paper")
+def test_keys_that_fit_are_copied_once(paper):
+    q, k, v = np.ones((3, 1, 800, 8), np.float32)
+    LongSequenceAttention((100, 400), device="gpu")(q, k, v)
+    assert paper.copied == q.nbytes + k.nbytes + v.nbytes
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_arrays_may_be_files(tmp_path, layout):
+    shape = (3, 200, 8) if layout == "bhsd" else (200, 3, 8)
+    rng = np.random.default_rng(0)
+
+    def file(name, values=None):
+        a = np.memmap(tmp_path / name, np.float32, "w+", shape=shape)
+        a[...] = np.nan if values is None else values
+        return a
+
+    q, k, v, dout = (file(n, rng.standard_normal(shape)) for n in ("q", "k", "v", "dout"))
+    options = {"causal": True, "layout": layout}
+    target, targets = file("out"), {f"d{n}": file(f"d{n}") for n in "qkv"}
+    long = LongSequenceAttention(64, device="cpu")
+    out, lse = long(q, k, v, out=target, return_lse=True, **options)
+    gradients = long.backward(dout, q, k, v, out, lse, **targets, **options)
+    assert out is target
+    assert all(got is targets[n] for n, got in gradients._asdict().items() if n in targets)
+    assert_within_rounding(out, exact(q, k, v, **options))
+    same = long.backward(dout, q, k, v, out, lse, **options)
+    np.testing.assert_array_equal(same.dk, np.fromfile(tmp_path / "dk", "f4").reshape(shape))
+
+
+@given(case=long_cases.map(servable), sizes=SIZES, backward=st.booleans())
+def test_progress_goes_up_to_the_total(case, sizes, backward):
+    steps = []
+    long = LongSequenceAttention(sizes, device="cpu", progress=lambda *step: steps.append(step))
+    arrays, options = case.arrays(np), case.options(np)
+    kept = {n: options[n] for n in ("causal", "window", "layout") if n in options}
+    if backward:
+        out, lse = cufa.attention(*arrays, return_lse=True, **options)
+        long.backward(case.back(np)[0], *arrays, out, lse, **options)
+    else:
+        long(*arrays, **options)
+    total = long.plan(*arrays, backward=backward, **kept).pairs
+    assert steps == [(done, total) for done in range(total + 1)]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("option", ["causal", "mask", "bias", "alibi_slopes"])
+def test_memory_is_what_the_plan_says(monkeypatch, option, backward):
+    """Beside inputs and results. On the CPU nothing is copied, and so it is less; what attention
+    itself works with comes on top, here a few blocks of scores of one thread."""
+    monkeypatch.setattr(blocks, "_processors", lambda: 1)
+    heads, n, d = 4, 2000, 64
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, heads, n, d), dtype=np.float32)
+    values = {
+        "causal": True,
+        "mask": rng.random((1, n, n), np.float32) < 0.9,
+        "bias": rng.random((heads, 1, n), np.float32),
+        "alibi_slopes": np.ones(heads, np.float32),
+    }
+    options = {option: values[option]}
+    long = LongSequenceAttention(1000, device="cpu")
+    plan = long.plan(q, k, v, backward=backward, **options)
+    out, lse = cufa.attention(q, k, v, return_lse=True, **options)
+    results = 3 * q.nbytes if backward else out.nbytes + lse.nbytes
+    tracemalloc.start()
+    if backward:
+        long.backward(out, q, k, v, out, lse, **options)
+    else:
+        long(q, k, v, **options)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    of_attention = 12 << 20
+    assert peak - results <= plan.bytes + of_attention
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import cufa
+
+def stop(done, total):
+    if done == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 300, 8)).astype(np.float16)
+out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+long = cufa.LongSequenceAttention(64, device="cpu", progress=stop)
+if sys.argv[3] == "forward":
+    found = (long(q, k, v, causal=True, checkpoint_dir=sys.argv[1]),)
+else:
+    found = long.backward(dout, q, k, v, out, lse, causal=True, checkpoint_dir=sys.argv[1])[:3]
+sys.stdout.write(b"".join(a.tobytes() for a in found).hex())
+"""
+
+
+def run_killed(folder, at, what):
+    command = [sys.executable, "-c", KILLED, str(folder), str(at), what]
+    return subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, what):
+    want = run_killed(tmp_path / "whole", -1, what).stdout
+    killed = run_killed(tmp_path / "killed", 7, what)
+    assert killed.returncode == -signal.SIGKILL
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*.npz")}
+    assert files
+    resumed = run_killed(tmp_path / "killed", -1, what)
+    assert want
+    assert resumed.stdout == want
+    assert all(path.stat().st_mtime_ns == time for path, time in files.items())
+
+
+def call_of(rng=0, n=100):
+    return tuple(np.random.default_rng(rng).standard_normal((3, 2, n, 8), dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (lambda long, call, to: long(*call, causal=True, checkpoint_dir=to), "causal is"),
+        (lambda long, call, to: long(*call_of(1), checkpoint_dir=to), "digest of inputs is"),
+        (lambda long, call, to: long(*call_of(n=90), checkpoint_dir=to), "shape of q is"),
+        (
+            lambda long, call, to: LongSequenceAttention(20, device="cpu")(
+                *call, checkpoint_dir=to
+            ),
+            "block sizes",
+        ),
+        (
+            lambda long, call, to: long.backward(
+                call[0], *call, *long(*call, return_lse=True), checkpoint_dir=to
+            ),
+            "computed is 'forward' there and 'backward' now",
+        ),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(tmp_path, other, named):
+    long, call = LongSequenceAttention(40, device="cpu"), call_of()
+    want = long(*call, checkpoint_dir=tmp_path)
+    with pytest.raises(ArgumentError, match=f"checkpoint_dir is .*{named}"):
+        other(long, call, tmp_path)
+    np.testing.assert_array_equal(long(*call, checkpoint_dir=tmp_path), want)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 9])
+def test_a_damaged_file_counts_as_none(tmp_path, damage):
+    long, call = LongSequenceAttention(40, device="cpu"), call_of()
+    want = long(*call, checkpoint_dir=tmp_path)
+    file = min(tmp_path.glob("*.npz"))
+    file.write_bytes(damage(file.read_bytes()))
+    np.testing.assert_array_equal(long(*call, checkpoint_dir=tmp_path), want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (ArgumentError, "block_size is 0; it must be at least 1", lambda: LongSequenceAttention(0)),
+        (ArgumentError, r"block_size is \(1, 2, 3\)", lambda: LongSequenceAttention((1, 2, 3))),
+        (DTypeError, "block_size is 1.5, a float", lambda: LongSequenceAttention(1.5)),
+        (ArgumentError, "max_bytes is 0", lambda: LongSequenceAttention(max_bytes=0)),
+        (ArgumentError, "device is 'tpu'", lambda: LongSequenceAttention(device="tpu")),
+        (DTypeError, "progress is 3", lambda: LongSequenceAttention(progress=3)),
+    ],
+)
+def test_options_of_another_kind_are_refused(kind, message, call):
+    with pytest.raises(kind, match=message):
+        call()
+
+
+def read_only(a):
+    a.flags.writeable = False
+    return a
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (UnsupportedError, "dropout_p is 0.5", {"dropout_p": 0.5}),
+        (ShapeError, "mask has shape", {"mask": np.ones((3, 3), bool)}),
+        (ShapeError, "out has shape", {"out": np.ones((3, 3), "float32")}),
+        (
+            UnsupportedError,
+            "alibi_slopes are given with causal='top_left', 90 queries and 100 keys",
+            {"alibi_slopes": np.ones(2), "causal": "top_left"},
+        ),
+        (ArgumentError, "out is read-only", {"out": read_only(np.ones((2, 90, 8), "float32"))}),
+    ],
+)
+def test_what_attention_refuses_is_refused(kind, message, options):
+    q, k, v = call_of()
+    with pytest.raises(kind, match=message):
+        LongSequenceAttention(device="cpu")(q[:, :90], k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "targets"),
+    [
+        (ShapeError, "dk has shape", lambda q, k, v: {"dk": np.empty((2, 3, 8), "f4")}),
+        (DTypeError, "dv is float64", lambda q, k, v: {"dv": np.empty((2, 100, 8))}),
+        (ArgumentError, "dq shares memory with k", lambda q, k, v: {"dq": k}),
+        (ArgumentError, "dv is read-only", lambda q, k, v: {"dv": read_only(np.empty_like(v))}),
+        (
+            ArgumentError,
+            "dq shares memory with dk",
+            lambda q, k, v: dict.fromkeys(["dq", "dk"], np.empty_like(q)),
+        ),
+        (ShapeError, "lse has shape", lambda q, k, v: {"lse": np.ones((2, 3), "f4")}),
+    ],
+)
+def test_gradients_that_fit_nowhere_are_refused(kind, message, targets):
+    call = call_of()
+    out, lse = cufa.attention(*call, return_lse=True)
+    with pytest.raises(kind, match=message):
+        LongSequenceAttention(device="cpu").backward(
+            out, *call, **({"out": out, "lse": lse} | targets(*call))
+        )
+
+
+def test_max_bytes_that_are_too_few_are_named():
+    long = LongSequenceAttention(50, max_bytes=1000, device="cpu")
+    with pytest.raises(ArgumentError, match=r"max_bytes is 1000; a block of 50 queries .* take \d"):
+        long(*call_of())
+
+
+def test_a_card_is_asked_for_in_vain(monkeypatch):
+    monkeypatch.setattr(long_call, "_streaming", lambda: None)
+    with pytest.raises(DeviceError, match="device is 'gpu' and CuPy finds none"):
+        LongSequenceAttention(device="gpu")(*call_of())
+
+
+def test_no_heads_have_no_gradients():
+    q, k = np.ones((0, 5, 8), "f4"), np.ones((2, 6, 8), "f4")
+    long = LongSequenceAttention(4, device="cpu")
+    out, lse = long(q, k, k, return_lse=True)
+    gradients = long.backward(out, q, k, k, out, lse)
+    assert out.shape == (0, 5, 8)
+    assert (gradients.dk == 0).all()
