@@ -78,7 +78,8 @@ def held_bytes(problem: Problem, sizes: Sizes, backward: bool) -> int:
     are two blocks of dout, out, lse and dlse too, two of dq and its sum, of dk and dv likewise. A
     mask or a bias is there twice, with as many elements as it has in a pair of blocks; Hopper's
     kernel needs up to 17/32 byte for each score that is under a mask. ALiBi slopes take two numbers
-    for each key and query head, and beside a bias two for each score. 1 MiB is for rounding.
+    for each key and query head; beside a bias, three for each score that differs from others by it.
+    1 MiB is for rounding.
     """
     e, a = ITEMSIZE[problem.dtype], ITEMSIZE[problem.accumulator]
     d, d_v, group = problem.head_dim, problem.head_dim_v, problem.group
@@ -104,7 +105,8 @@ def held_bytes(problem: Problem, sizes: Sizes, backward: bool) -> int:
     if problem.bias:
         held += 2 * scores(problem.bias.strides) * ITEMSIZE[problem.bias.dtype]
         if problem.alibi_slopes:
-            held += 2 * heads * keys * a * (rows if problem.bias.strides[2] else 1)
+            wide = max(a, ITEMSIZE[problem.bias.dtype])
+            held += 3 * heads * keys * wide * (rows if problem.bias.strides[2] else 1)
     return held + _ROUNDING_BYTES
 
 

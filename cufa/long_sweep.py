@@ -260,8 +260,9 @@ def run(
             stage.launched()
             if ahead is not None:
                 stage.load(sweep.wanted(*ahead))
+            else:
+                stage.finish()
             met()
-        stage.finish()
     finally:
         stage.close()
 
@@ -319,7 +320,9 @@ class ByQueries(Sweep):
     def _of_sink(self, block: Block, arrays: dict[str, Any]) -> Any:
         """``-exp(sink - lse) * D`` of each row; the sum over all rows is the gradient."""
         wide, lse = self.problem.accumulator, arrays["lse"]
-        delta = (arrays["dout"].astype(wide) * arrays["out"].astype(wide)).sum(-1)
+        product = arrays["dout"].astype(wide)
+        product *= arrays["out"].astype(wide, copy=False)
+        delta = product.sum(-1)
         if "dlse" in arrays:
             delta = delta - arrays["dlse"]
         sink = self.sink[self.heads(block)][:, None]
