@@ -116,10 +116,10 @@ def choose_sizes(
     block_size: tuple[int, int] | None,
     max_bytes: int | None,
 ) -> Sizes:
-    """Blocks of the size given, else the largest, and as few heads at once as keep a card busy.
+    """Blocks of the size given, else the longest, and as few heads at once as keep a card busy.
 
-    Fewer heads leave room for longer blocks, and what is copied again and again, the keys for each
-    block of queries, is in inverse proportion to these.
+    Fewer heads leave room for longer blocks; and the keys are copied once for each block of
+    queries, so that the longer these are the less is copied.
 
     Raises
     ------
@@ -137,9 +137,10 @@ def choose_sizes(
             sizes = _clipped(problem, Sizes(heads, *block_size))
         if max_bytes is not None and held_bytes(problem, sizes, backward) > max_bytes:
             break
-        if best is None or _rows_at_once(problem, sizes) > _rows_at_once(problem, best):
-            best = sizes
-        if _rows_at_once(problem, best) >= _ROWS_AT_ONCE:
+        if best is not None and sizes[1:] != best[1:]:
+            break  # memory is short: more heads would only make the blocks shorter
+        best = sizes
+        if heads * problem.group * sizes.queries >= _ROWS_AT_ONCE:
             break
     if best is None:
         sizes = _clipped(problem, Sizes(1, *(block_size or (_STEP, _STEP))))
@@ -151,27 +152,19 @@ def choose_sizes(
     return best
 
 
-def _rows_at_once(problem: Problem, sizes: Sizes) -> int:
-    return sizes.heads * problem.group * sizes.queries
-
-
 def _largest(problem: Problem, backward: bool, heads: int, max_bytes: int) -> Sizes:
     """The largest blocks that fit, of nearly equal parts; the smallest if none do."""
-
-    def cut(steps: int) -> Sizes:
-        lengths = (problem.seqlen_q, problem.seqlen_k)
-        queries, keys = (_even_part(n, steps * _STEP) for n in lengths)
-        return Sizes(heads, queries, keys)
-
-    fits, too_many = 1, 1 + math.ceil(max(problem.seqlen_q, problem.seqlen_k, 1) / _STEP)
+    lengths = problem.seqlen_q, problem.seqlen_k
+    fits, too_many = 1, 1 + math.ceil(max(*lengths, 1) / _STEP)  # in steps
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
-        whole = Sizes(heads, middle * _STEP, middle * _STEP)
-        if held_bytes(problem, whole, backward) <= max_bytes:
+        sizes = Sizes(heads, middle * _STEP, middle * _STEP)
+        if held_bytes(problem, sizes, backward) <= max_bytes:
             fits = middle
         else:
             too_many = middle
-    return cut(fits)
+    queries, keys = (_even_part(length, fits * _STEP) for length in lengths)
+    return Sizes(heads, queries, keys)
 
 
 def _even_part(length: int, most: int) -> int:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cufa.arrays import distinct, narrowed
-from cufa.attention import attention, merged_weights
+from cufa.attention import attention
 from cufa.backward import attention_backward
 from cufa.long_plan import Block, Piece, Sizes, pieces
+from cufa.long_sums import GradientSum, RunningOutput
 from cufa.problem import Problem
 
 #: What is to be in memory for one pair of blocks, and what is: arrays of queries, of keys, of both.
@@ -278,7 +279,7 @@ class Forward(Sweep):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._running = _Running(self.xp, self.problem.accumulator)
+        self._running = RunningOutput(self.xp, self.problem.accumulator)
 
     def add(self, block: Block, piece: Piece, arrays: dict[str, Any], options: Any) -> None:
         q, k, v = (arrays[name] for name in ("q", "k", "v"))
@@ -303,7 +304,7 @@ class ByQueries(Sweep):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._dq = _Sum(self.xp, self.problem.accumulator)
+        self._dq = GradientSum(self.xp, self.problem.accumulator)
 
     def add(self, block: Block, piece: Piece, arrays: dict[str, Any], options: Any) -> None:
         rows = _within(piece.rows, block.outer)
@@ -339,7 +340,7 @@ class ByKeys(Sweep):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._sums = {name: _Sum(self.xp, self.problem.accumulator) for name in self.results}
+        self._sums = {name: GradientSum(self.xp, self.problem.accumulator) for name in self.results}
 
     def add(self, block: Block, piece: Piece, arrays: dict[str, Any], options: Any) -> None:
         keys = _within(piece.keys, block.outer)
@@ -366,70 +367,6 @@ def _gradients(
     if piece.side in ("left", "right"):  # the lse of scores that lack what ALiBi takes of the row
         arrays = {**arrays, "lse": arrays["lse"] + sweep.alibi_of_rows(block, piece)}
     return attention_backward(**arrays, **options, wrt=wrt)
-
-
-class _Running:
-    """Output and lse of a block of queries over the keys that it has met."""
-
-    def __init__(self, xp: Any, accumulator: str) -> None:
-        self._xp, self._accumulator = xp, accumulator
-        self._out: Any = None
-        self._lse: Any = None
-
-    def add(self, rows: slice, count: int, out: Any, lse: Any) -> None:
-        """Merge the result of some of the rows, of which there are `count`, over other keys."""
-        if self._out is None and rows == slice(0, count):
-            self._out, self._lse = out, lse  # most often the only one: as attention has given it
-            return
-        self._widen((out.shape[0], count, out.shape[2]))
-        target = self._out[:, rows]
-        merged, kept, added = merged_weights(self._xp, self._lse[:, rows], lse)
-        weighted = out.astype(self._accumulator)
-        weighted *= added[..., None]
-        target *= kept[..., None]
-        target += weighted
-        self._lse[:, rows] = merged
-
-    def finish(self, shape: tuple[int, ...], sink: Any) -> tuple[Any, Any]:
-        """What there is, with a sink for each head; to begin anew."""
-        if self._out is None or sink is not None:
-            self._widen(shape)
-        out, lse = self._out, self._lse
-        if sink is not None:
-            lse, kept, _ = merged_weights(self._xp, lse, sink[:, None])
-            out *= kept[..., None]
-        self._out = self._lse = None
-        return out, lse
-
-    def _widen(self, shape: tuple[int, ...]) -> None:
-        """The accumulator's dtype from now on."""
-        if self._out is None:
-            self._out = self._xp.zeros(shape, self._accumulator)
-            self._lse = self._xp.full(shape[:2], -np.inf, self._accumulator)
-        self._out = self._out.astype(self._accumulator, copy=False)
-
-
-class _Sum:
-    """The sum of what pieces add to a gradient of a block."""
-
-    def __init__(self, xp: Any, accumulator: str) -> None:
-        self._xp, self._accumulator = xp, accumulator
-        self._total: Any = None
-
-    def add(self, where: slice, count: int, part: Any) -> None:
-        """Add to some of the rows, of which there are `count`."""
-        if self._total is None and where == slice(0, count):
-            self._total = part
-            return
-        if self._total is None:
-            self._total = self._xp.zeros((part.shape[0], count, part.shape[2]), self._accumulator)
-        self._total = self._total.astype(self._accumulator, copy=False)
-        self._total[:, where] += part.astype(self._accumulator, copy=False)
-
-    def finish(self, shape: tuple[int, ...]) -> Any:
-        """What there is; to begin anew."""
-        total, self._total = self._total, None
-        return self._xp.zeros(shape, self._accumulator) if total is None else total
 
 
 def _within(part: slice, whole: slice) -> slice:

@@ -63,6 +63,14 @@ def make_arrays(shape: tuple[int, ...], dtype: Any, folder: Path | None) -> dict
     return arrays
 
 
+def warm_up(arrays: list[Array], causal: bool, backward: bool) -> None:
+    """Compile the kernels, of whole pairs of blocks and of those that causal cuts."""
+    long = cufa.LongSequenceAttention(4096)
+    out, lse = long(*arrays, causal=causal, return_lse=True)
+    if backward:
+        long.backward(out, *arrays, out, lse, causal=causal)
+
+
 def seconds(call: Callable[[], object], cupy: Any) -> float:
     """Time until the result is there."""
     start = time.perf_counter()
@@ -147,12 +155,13 @@ def main(arguments: list[str] | None = None) -> int:
     arrays = make_arrays(shape, np.dtype(options.dtype or "float16"), options.from_file)
     q, k, v, out = arrays.values()
     blocks = {"block_size": options.block_size, "max_bytes": options.max_bytes}
-    plan = cufa.LongSequenceAttention(**blocks).plan(q, k, v, causal=causal)
+    try:
+        plan = cufa.LongSequenceAttention(**blocks).plan(q, k, v, causal=causal)
+    except cufa.ArgumentError as error:
+        sys.exit(f"--max-bytes: {error}")
 
-    # A warm-up: it compiles the kernels, of full blocks and of those that causal cuts.
-    short = [a[:, :2048] for a in (q, k, v)]
-    cufa.LongSequenceAttention(512)(*short, causal=causal)
     if cupy is not None:
+        warm_up([a[:, :8192] for a in (q, k, v)], causal, options.backward)
         cupy.get_default_memory_pool().free_all_blocks()
     with counting("attention") as progress:
         long = cufa.LongSequenceAttention(**blocks, progress=progress)

@@ -38,7 +38,7 @@ LAYERS = (
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),
     ("attention", "numerics"),
-    ("flash_attn", "explanation", "backward", "layer_checks"),
+    ("flash_attn", "explanation", "backward", "layer_checks", "long_sums"),
     ("layers", "long_sweep"),
     ("long_call",),
     ("long_sequence",),
