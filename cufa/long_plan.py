@@ -198,9 +198,10 @@ def blocks(problem: Problem, sizes: Sizes, by_keys: bool) -> Iterator[Block]:
     for batch in range(problem.batch):
         for kv_heads in cuts(problem.kv_heads, sizes.heads):
             for number, outer in enumerate(cuts(outer_length, outer_size)):
-                first = 0 if low is None else max(0, outer.start + low) // inner_size * inner_size
+                first = 0 if low is None else max(0, outer.start + low)
                 last = inner_length if high is None else min(inner_length, outer.stop + high)
-                inner = [*cuts(last, inner_size, first, inner_length)]
+                start = first // inner_size * inner_size if first < last else last
+                inner = [*cuts(last, inner_size, start, inner_length)]
                 order = inner[::-1] if number % 2 else inner
                 yield Block(batch, kv_heads, outer, tuple(order) or (slice(0, 0),))
 

@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     else:
         held = cupy.get_default_memory_pool().total_bytes()
-        print(f"card memory   {held / 1e6:9.0f} MB   at most")
+        print(f"card memory   {held / 1e6:9.0f} MB   of CuPy's pool, at most")
     if options.backward:
         with counting("gradients") as progress:
             long = cufa.LongSequenceAttention(**blocks, progress=progress)
