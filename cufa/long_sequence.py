@@ -64,9 +64,9 @@ class LongSequenceAttention:
         Where to compute on arrays in host memory: on CuPy's current card, or in place on the CPU.
         "auto": on a card if CuPy finds one.
     progress : callable, default None
-        ``progress(done, total)`` is called when a pair of blocks has been computed or, on a card,
-        has been launched, at most two ahead; at the beginning, and at the end with
-        ``done == total``.
+        ``progress(done, total)`` is called at the beginning, whenever a pair of blocks has been
+        computed (from host memory on a card: the one before it), and with ``done == total`` when
+        all results are where they belong.
 
     Raises
     ------

@@ -130,8 +130,8 @@ def paper(monkeypatch):
     monkeypatch.delitem(sys.modules, "cufa.gpu.streaming", raising=False)
     streaming = importlib.import_module("cufa.gpu.streaming")
     monkeypatch.setattr(long_call, "_streaming", lambda: streaming)
-    monkeypatch.setattr(streaming, "_CHUNK", 1000)
-    monkeypatch.setattr(streaming, "_THREADED", 500)
+    monkeypatch.setattr(streaming, "_CHUNK", 2000)  # some arrays take several
+    monkeypatch.setattr(streaming, "_THREADED", 1500)
     yield card
     sys.modules.pop("cufa.gpu.streaming", None)
 
