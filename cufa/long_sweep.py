@@ -151,6 +151,7 @@ class Sweep(ABC):
         return slice(block.kv_heads.start * group, block.kv_heads.stop * group)
 
     def rows_and_keys(self, block: Block, inner: slice) -> tuple[slice, slice]:
+        """Queries and keys of a pair of blocks."""
         return (inner, block.outer) if self.by_keys else (block.outer, inner)
 
     def wanted(self, block: Block, inner: slice) -> Wanted:
@@ -185,9 +186,9 @@ class Sweep(ABC):
         return (name for name in known[kind] if self.views.get(name) is not None)
 
     def by_name(self, loaded: Loaded) -> dict[str, Any]:
-        return {
-            n: a for kind in loaded for n, a in zip(self.names(kind), loaded[kind], strict=True)
-        }
+        """The arrays of a pair of blocks."""
+        pairs = (zip(self.names(kind), arrays, strict=True) for kind, arrays in loaded.items())
+        return {name: a for pair in pairs for name, a in pair}
 
     def meet(self, block: Block, inner: slice, loaded: Loaded) -> None:
         """Compute one pair of blocks."""

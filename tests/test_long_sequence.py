@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 import sys
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,6 +226,21 @@ def test_blocks_are_the_longest_that_fit(lengths, heads, head_dim, dtype, max_by
     sizes = long_plan.Sizes(plan.heads, *(2 * n + 256 for n in (plan.queries, plan.keys)))
     problem = problem_of(call)
     assert whole or long_plan.held_bytes(problem, sizes, backward) > max_bytes
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "long.md"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("dtype", "a"), [("float16", 4), ("float32", 4), ("float64", 8)])
+def test_the_page_states_the_formula_of_the_plan(dtype, a, backward):
+    line = re.search(f"^{'backward' if backward else 'forward'} +(.+)$", PAGE.read_text(), re.M)
+    q, k, v = zeros(700, 500, 6, 3, 24, dtype)
+    problem = problem_of((q, k, v[..., :16]))
+    held = long_plan.held_bytes(problem, long_plan.Sizes(2, 300, 200), backward)
+    named = {"H": 4, "h": 2, "n": 300, "m": 200, "d": 24, "d_v": 16, "a": a, "e": q.itemsize}
+    products = re.sub(r"(?<=[\w)]) +(?=[\w(])", "*", line[1])
+    assert held == eval(products, {"max": max}, named) + (1 << 20)
 
 
 def test_one_block_of_keys_gives_the_bits_of_attention():

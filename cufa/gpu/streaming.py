@@ -112,7 +112,8 @@ class Streamed:
         self._fresh.append(_Result(copies, stored, _mark(self._work)))
 
     def finish(self) -> None:
-        self._deliver(self._ripe + self._fresh)
+        self._ripe += self._fresh
+        self._deliver(self._ripe)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -238,8 +239,8 @@ def _row_bytes(a: Array) -> int:
 
 def _chunks(a: Array, size: int) -> Iterator[Array]:
     """An array (heads, rows, ...) in order, in parts of at most so many bytes: rows of a head, or
-    all."""
-    if a.nbytes <= size:
+    all. Rows are what several threads can copy."""
+    if a.nbytes <= size and len(a) > 1:
         yield from (a,) if a.size else ()
         return
     step = max(1, size // max(1, _row_bytes(a)))
