@@ -103,7 +103,7 @@ def _bytes_of(a: Any) -> np.ndarray[Any, Any]:
 
 def _write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write a file that is whole or not there, whenever the process or the machine stops."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
+    draft = path.with_name(f"{path.name}.part")
     with open(draft, "wb") as file:
         write(file)
         file.flush()
