@@ -24,7 +24,6 @@ from cufa.errors import (
 from cufa.flash_attn import flash_attn_func
 from cufa.gradients import Gradients
 from cufa.layers import LayerGradients, MultiHeadAttention
-from cufa.long_sequence import LongPlan, LongSequenceAttention
 from cufa.recompute import checkpoint
 
 __version__ = "0.1.0"
@@ -57,10 +56,12 @@ __all__ = [
     "warmup",
 ]
 
-#: Public names that live in the GPU folder or import it: imported when first asked for, so that
-#: `import cufa` is quick.
+#: Public names that live in the GPU folder or import it, or much else: imported when first asked
+#: for, so that `import cufa` is quick.
 _LAZY = {
     "Explanation": "cufa.explanation",
+    "LongPlan": "cufa.long_sequence",
+    "LongSequenceAttention": "cufa.long_sequence",
     "explain": "cufa.explanation",
     "get_best_config": "cufa.gpu.config",
     "load_tuning": "cufa.gpu.tuning",
