@@ -15,12 +15,12 @@ import cufa
 PACKAGE = Path(cufa.__file__).parent
 #: A module imports from rows above its own only.
 LAYERS = (
-    ("errors", "reference"),
+    ("errors", "reference", "gpu.streaming"),
     ("options", "recompute"),
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
-    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
-    ("gradients",),
+    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds", "long_plan"),
+    ("gradients", "saved_blocks"),
     (
         "gpu.registry",
         "gpu.params",
@@ -38,8 +38,10 @@ LAYERS = (
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),
     ("attention", "numerics"),
-    ("flash_attn", "explanation", "backward", "layer_checks"),
-    ("layers",),
+    ("flash_attn", "explanation", "backward", "layer_checks", "long_sums"),
+    ("layers", "long_sweep"),
+    ("long_call",),
+    ("long_sequence",),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),
     ("tools.script", "tools.search", "tools.card", "tools.results"),
     ("tools.formulas", "tools.rigs", "tools.picture", "tools.shapes"),

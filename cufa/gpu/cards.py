@@ -1,4 +1,4 @@
-"""CUDA cards, through CuPy: this module and `exchange` alone in gpu/ import it at once."""
+"""CUDA cards, through CuPy: this module, `exchange` and `streaming` alone import it at once."""
 
 from __future__ import annotations
 
