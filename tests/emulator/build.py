@@ -40,7 +40,8 @@ MODES = {
 }
 CHECKED_MODES = ("checked", "debug")
 # Of DWARF 5 addr2line (binutils 2.40) gives functions of the kernel's own file the unit's name.
-_LINES = ("-g1", "-gdwarf-4")
+# Where variables lie is not asked, and to find it out takes as long as all else of -O1.
+_LINES = ("-g1", "-gdwarf-4", "-fno-var-tracking")
 # Units in one process share nothing, not even what the language says is one.
 _COMMON = ("-std=c++17", "-fno-gnu-unique", "-fPIC", "-march=x86-64-v3", "-ffp-contract=off")
 _WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
