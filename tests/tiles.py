@@ -170,6 +170,12 @@ def steps(kernel: str) -> set[int]:
     return {int(arch) for arch in re.findall(r"\bkArch\W+(\d+)", text)}
 
 
+@cache
+def compiled(key: KernelKey) -> tuple[bytes, str]:
+    """A unit's machine code and the compiler's log, made once in a process."""
+    return build.compile_key(key, verbose=True)
+
+
 def name_of(key: KernelKey) -> str:
     """As a test's name."""
     tile = f"{key.config.block_m}x{key.config.block_n}"
