@@ -43,7 +43,7 @@ def in_its_group(key: KernelKey) -> Any:
     return pytest.param(key, marks=marks, id=name_of(key))
 
 
-@pytest.mark.parametrize("key", map(in_its_group, UNITS))
+@pytest.mark.parametrize("key", [in_its_group(key) for key in UNITS])
 def test_every_tile_compiles_without_spills(key: KernelKey) -> None:
     code, log = compiled(key)
     assert code.startswith(b"\x7fELF")
