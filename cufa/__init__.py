@@ -37,6 +37,8 @@ __all__ = [
     "Explanation",
     "Gradients",
     "LayerGradients",
+    "LongPlan",
+    "LongSequenceAttention",
     "MultiHeadAttention",
     "OutOfMemoryError",
     "ShapeError",
@@ -54,10 +56,12 @@ __all__ = [
     "warmup",
 ]
 
-#: Public names that live in the GPU folder or import it: imported when first asked for, so that
-#: `import cufa` is quick.
+#: Public names that live in the GPU folder or import it, or much else: imported when first asked
+#: for, so that `import cufa` is quick.
 _LAZY = {
     "Explanation": "cufa.explanation",
+    "LongPlan": "cufa.long_sequence",
+    "LongSequenceAttention": "cufa.long_sequence",
     "explain": "cufa.explanation",
     "get_best_config": "cufa.gpu.config",
     "load_tuning": "cufa.gpu.tuning",

@@ -153,6 +153,15 @@ def distinct(a: Any) -> Any:
     return a[tuple(slice(1) if stride == 0 else slice(None) for stride in a.strides)]
 
 
+def four_axes(a: Any, layout: str) -> Any:
+    """A view with the axes (batch, heads, rows, columns)."""
+    if isinstance(a, np.ndarray):
+        a = np.asarray(a)  # of a subclass, such as memmap, whose views are made slowly
+    if layout == "bshd" and a.ndim > 2:
+        a = a.swapaxes(-2, -3)
+    return a[(None,) * (4 - a.ndim)]
+
+
 def check_overlap(arrays: Arrays, call: Signature) -> None:
     """Raise if `out` shares an element with an input: it would be overwritten while still read."""
     *inputs, (_, below, above) = _reaches(call)
@@ -162,7 +171,7 @@ def check_overlap(arrays: Arrays, call: Signature) -> None:
         a = arrays[place]
         address = address_of(a)
         near = address - below < end and begin < address + above
-        if near and _share_elements(arrays.out, a):
+        if near and share_elements(arrays.out, a):
             name = Arrays._fields[place]
             raise ArgumentError(f"out shares memory with {name}; pass an array of its own")
 
@@ -188,7 +197,8 @@ def address_of(a: Any) -> int:
     return address
 
 
-def _share_elements(a: Any, b: Any) -> bool:
+def share_elements(a: Any, b: Any) -> bool:
+    """Whether an element of `a` lies where one of `b` does; both in one place."""
     bounded: Any = {"max_work": 10_000}  # exact for ordinary views; contrived ones count as shared
     try:
         return np.shares_memory(_as_addresses(a), _as_addresses(b), **bounded)

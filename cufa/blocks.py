@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cufa.arrays import Arrays, distinct, narrowed
+from cufa.arrays import Arrays, distinct, four_axes, narrowed
 from cufa.dropout import keep_block
 from cufa.problem import Problem
 
@@ -84,14 +84,6 @@ def views_of(
         sink=per_head(arrays.sink),
         seed=seed,
     )
-
-
-def four_axes(a: Array, layout: str) -> Array:
-    """A view with the axes (batch, heads, rows, columns)."""
-    a = np.asarray(a)
-    if layout == "bshd" and a.ndim > 2:
-        a = a.swapaxes(-2, -3)
-    return a[(None,) * (4 - a.ndim)]
 
 
 def by_group(problem: Problem, a: Array) -> Array:

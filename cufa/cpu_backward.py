@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arrays import Arrays, host_empty, narrowed
+from cufa.arrays import Arrays, four_axes, host_empty, narrowed
 from cufa.blocks import (
     Array,
     Task,
@@ -32,7 +32,6 @@ from cufa.blocks import (
     cap_scores,
     cuts,
     for_blas,
-    four_axes,
     kept_weights,
     load_queries,
     matmul,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cufa.arrays import Arrays
+from cufa.arrays import Arrays, four_axes
 from cufa.bounds import (
     growths,
     height_above_last,
@@ -78,12 +78,6 @@ class _Formula:
         batch, heads = problem.batch, problem.heads
         scores = (batch, heads, problem.seqlen_q, problem.seqlen_k)
 
-        def four_axes(a: Any) -> Any:
-            if a is None:
-                return None
-            a = a.swapaxes(-2, -3) if layout == "bshd" and a.ndim > 2 else a
-            return a[(None,) * (4 - a.ndim)]
-
         def spread(a: Any, shape: tuple[int, ...]) -> Any:
             return None if a is None else xp.broadcast_to(a, shape)
 
@@ -91,11 +85,12 @@ class _Formula:
         self.eps, self.tiniest, self.unit = rounding(arrays.q.dtype)
         self.blind = weighs_by_old_maxima(arrays.q.dtype, problem.algorithm)
         self.sums = (math.sqrt(problem.seqlen_k) + 8) * self.eps
-        self.q, self.k, self.v = (four_axes(a) for a in (arrays.q, arrays.k, arrays.v))
+        self.q, self.k, self.v = (four_axes(a, layout) for a in (arrays.q, arrays.k, arrays.v))
         self.mask, self.bias = spread(arrays.mask, scores), spread(arrays.bias, scores)
         self.slopes = spread(arrays.alibi_slopes, (batch, heads))
         self.sink = spread(arrays.sink, (batch, heads))
-        self.out, self.lse = four_axes(arrays.out), None if lse is None else lse.reshape(scores[:3])
+        self.out = None if arrays.out is None else four_axes(arrays.out, layout)
+        self.lse = None if lse is None else lse.reshape(scores[:3])
 
     def row(self, b: int, h: int, i: int) -> Any:
         """The fields of `Rows` one after the other, `out_bound` without the result's rounding."""

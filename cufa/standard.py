@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cufa.arrays import Arrays, distinct, narrowed
+from cufa.arrays import Arrays, distinct, four_axes, narrowed
 from cufa.dropout import drop
 from cufa.errors import OutOfMemoryError
 from cufa.options import ITEMSIZE
@@ -110,7 +110,7 @@ def _attention(library: Library, problem: Problem, arrays: Arrays, layout: str, 
     lse = xp.empty(problem.lse_shape, wide)
     if out.size:
         by_head = (problem.batch, problem.heads, problem.seqlen_q)
-        q, k, v, out4 = (_four_axes(a, layout) for a in (arrays.q, arrays.k, arrays.v, out))
+        q, k, v, out4 = (four_axes(a, layout) for a in (arrays.q, arrays.k, arrays.v, out))
         q = q.reshape(problem.batch, problem.kv_heads, problem.group, *q.shape[2:])
         k, v = k[:, :, None], v[:, :, None]  # one for all heads of a group
         with np.errstate(all="ignore"):  # overflow, 0 * inf and log(0) mean what IEEE says
@@ -126,13 +126,6 @@ def _attention(library: Library, problem: Problem, arrays: Arrays, layout: str, 
             out4[...] = o.astype(out.dtype)
         lse[...] = lse4.reshape(problem.lse_shape)
     return (out, lse) if problem.return_lse else out
-
-
-def _four_axes(a: Any, layout: str) -> Any:
-    """A view with axes (batch, heads, seqlen, head_dim)."""
-    if layout == "bshd" and a.ndim > 2:
-        a = a.swapaxes(-2, -3)
-    return a[(None,) * (4 - a.ndim)]
 
 
 def _per_head(a: Any, dtype: str) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ _SIZES = st.builds(
     st.sampled_from([1, -1]),
     st.integers(-16, 32).map(lambda n: 10 ** (n / 8)) | st.integers(320, 440).map(lambda n: n / 4),
 )
-_FEW_TILES = st.integers(0, 4)
+_EITHER, _SEEDS = st.booleans(), st.integers(0, 2**32 - 1)
 _VARIES = st.tuples(*[st.booleans()] * 4)
 _BOUND = st.sampled_from([None, -1, 0, 1]) | st.integers(0, 200)
 #: Values of an option that is on.
@@ -133,6 +134,21 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "softcap": st.sampled_from([0.5, 10.0, 50.0]),
     "sink": st.just(True),
 }
+_OFF = {name: False if name in ("causal", "sink") else None for name in _OPTIONS}
+_ON = st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES))
+_TILE_EDGES = st.builds(lambda tile, n: tile * n, st.sampled_from([32, 64, 128]), st.integers(0, 4))
+_BLOCK_EDGES = st.builds(
+    lambda tile, n: tile * n, st.sampled_from([16, 64, 128]), st.integers(0, 3)
+)
+_TENTHS = st.integers(0, 9)
+_ORDERS = {axes: st.permutations(range(axes)) for axes in (3, 4)}
+
+
+@lru_cache(maxsize=None, typed=True)  # 1 is not 1.0
+def _among(*values: Any) -> st.SearchStrategy[Any]:
+    """One of these. Hypothesis checks a strategy at its first use, which takes longer than to draw
+    from it: so what is known before is made but once."""
+    return st.sampled_from(values)
 
 
 @st.composite
@@ -146,23 +162,27 @@ def memories(draw: st.DrawFn, /, axes: int = 3, repeat: bool = True) -> Memory:
     repeat : bool
         Whether an axis may have stride 0; not for arrays that are written.
     """
-    steps = st.sampled_from([1, 1, 1, 1, 2, -1, 0] if repeat else [1, 1, 1, 2, -1])
-    last = steps if axes == 4 or draw(st.integers(0, 9)) == 9 else st.just(1)
-    order = tuple(draw(st.permutations(range(axes))))
-    margins = st.sampled_from([0, 0, 1, 3])
+    steps = _among(1, 1, 1, 1, 2, -1, 0) if repeat else _among(1, 1, 1, 2, -1)
+    moves = axes == 4 or draw(_TENTHS) == 9
+    order = tuple(draw(_ORDERS[axes]))
+    margins = _among(0, 0, 1, 3)
     return Memory(
         order=order if axes == 4 else (*order, 3),
-        step=(*(draw(steps) for _ in range(3)), draw(last)),
-        margin=(*(draw(margins) for _ in range(3)), draw(st.sampled_from([0, 0, 1, 8]))),
-        offset=draw(st.sampled_from([0, 0, 1, 8])),
+        step=(*(draw(steps) for _ in range(3)), draw(steps) if moves else 1),
+        margin=(*(draw(margins) for _ in range(3)), draw(_among(0, 0, 1, 8))),
+        offset=draw(_among(0, 0, 1, 8)),
     )
+
+
+_MEMORIES = st.just(CONTIGUOUS) | memories()
+_MEMORIES_OF_EXTRAS = st.just(CONTIGUOUS) | memories(axes=4)
 
 
 @st.composite
 def jumps(draw: st.DrawFn, /, seqlen_k: int) -> tuple[tuple[int, float], ...]:
     """A few jumps of scores, by 0.01 to 10000 up or down, most where key blocks may begin."""
-    block = st.builds(lambda tile, n: tile * n, st.sampled_from([16, 64, 128]), st.integers(0, 3))
-    keys = st.integers(0, max(0, seqlen_k - 1)) | block.map(lambda n: min(n, seqlen_k))
+    edges = _BLOCK_EDGES.map(lambda n: min(n, seqlen_k))
+    keys = st.integers(0, max(0, seqlen_k - 1)) | edges
     return tuple(draw(st.lists(st.tuples(keys, _SIZES), min_size=1, max_size=4)))
 
 
@@ -171,15 +191,13 @@ def rectangles(draw: st.DrawFn, /, seqlen_q: int, seqlen_k: int) -> tuple[Rectan
     """Parts of a mask that are whole, hidden or in between, most from where tiles may begin to
     where they may end."""
 
-    def side(seqlen: int) -> tuple[int, int]:
-        tiles = st.builds(lambda tile, n: tile * n, st.sampled_from([32, 64, 128]), _FEW_TILES)
-        ends = st.sampled_from([0, seqlen]) | tiles.map(lambda n: min(n, seqlen))
-        low, high = sorted(draw(st.tuples(*[ends | st.integers(0, seqlen)] * 2)))
-        return low, high
+    def side(seqlen: int) -> st.SearchStrategy[Any]:
+        ends = _among(0, seqlen) | _TILE_EDGES.map(lambda n: min(n, seqlen))
+        return st.tuples(*[ends | st.integers(0, seqlen)] * 2).map(sorted)
 
-    fractions = st.sampled_from([0.0, 1.0, 0.5])
+    rows, keys = side(seqlen_q), side(seqlen_k)
     count = draw(st.integers(0, 4))
-    return tuple((*side(seqlen_q), *side(seqlen_k), draw(fractions)) for _ in range(count))
+    return tuple((*draw(rows), *draw(keys), draw(_among(0.0, 1.0, 0.5))) for _ in range(count))
 
 
 @st.composite
@@ -210,22 +228,22 @@ def cases(
         `dout` contiguous, and all gradients are wanted.
     """
 
-    def pick(name: str, strategy: st.SearchStrategy[Any]) -> Any:
-        given = fixed.pop(name, strategy)
+    def pick(name: str, default: Any) -> Any:
+        given = fixed.pop(name, default)
         return draw(given) if isinstance(given, st.SearchStrategy) else given
 
     head_dim = pick("head_dim", head_dims)
     head_dim_v = pick("head_dim_v", st.just(head_dim) | head_dims)
     seqlen_q, seqlen_k = pick("seqlen_q", LENGTHS), pick("seqlen_k", LENGTHS)
-    rank = pick("rank", st.sampled_from([4, 4, 3, 2]))
+    rank = pick("rank", _among(4, 4, 3, 2))
     counts, budget = {}, max_elements // max(1, seqlen_q * seqlen_k * (head_dim + head_dim_v))
     for name, sizes in _COUNTS.items():
         many = rank == 4 or (rank == 3 and name != "batch")
         fits = [n for n in sizes if many and n <= budget] or [1]
-        counts[name] = pick(name, st.sampled_from(fits))
+        counts[name] = pick(name, _among(*fits))
         budget //= max(1, counts[name])
-    dtype = pick("dtype", st.sampled_from(dtypes))
-    scores = pick("scores", st.sampled_from(tuple(SCORES)))
+    dtype = pick("dtype", _among(*dtypes))
+    scores = pick("scores", _among(*SCORES))
     case = Case(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -234,33 +252,32 @@ def cases(
         rank=rank,
         **counts,
         dtype=dtype,
-        algorithm=pick("algorithm", st.just("auto")),
-        layout=pick("layout", st.sampled_from(["bhsd", "bshd"])),
+        algorithm=pick("algorithm", "auto"),
+        layout=pick("layout", _among("bhsd", "bshd")),
         scores=scores,
-        jumps=pick("jumps", jumps(seqlen_k) if scores == "jumping" else st.just(())),
-        v_size=pick("v_size", st.sampled_from([1.0, 1.0, 1.0, _LARGE[dtype]])),
-        scale=pick("scale", st.sampled_from([None, None, None, 0.0, -0.3, 0.05, 1.0])),
-        dropout_p=pick("dropout_p", st.just(0.0)),
-        q_memory=pick("q_memory", st.just(CONTIGUOUS) | memories()),
-        k_memory=pick("k_memory", st.just(CONTIGUOUS) | memories()),
-        v_memory=pick("v_memory", st.just(CONTIGUOUS) | memories()),
-        dout_memory=pick("dout_memory", st.just(CONTIGUOUS)),
-        constants=pick("constants", st.just(())),
-        deterministic=pick("deterministic", st.just(False)),
-        seed=pick("seed", st.integers(0, 2**32 - 1)),
+        jumps=pick("jumps", jumps(seqlen_k) if scores == "jumping" else ()),
+        v_size=pick("v_size", _among(1.0, 1.0, 1.0, _LARGE[dtype])),
+        scale=pick("scale", _among(None, None, None, 0.0, -0.3, 0.05, 1.0)),
+        dropout_p=pick("dropout_p", 0.0),
+        q_memory=pick("q_memory", _MEMORIES),
+        k_memory=pick("k_memory", _MEMORIES),
+        v_memory=pick("v_memory", _MEMORIES),
+        dout_memory=pick("dout_memory", CONTIGUOUS),
+        constants=pick("constants", ()),
+        deterministic=pick("deterministic", False),
+        seed=pick("seed", _SEEDS),
     )
     # Last, so that one feature less moves no other draw: hypothesis then finds that it can go.
-    on = draw(st.sampled_from(FEW) | st.frozensets(st.sampled_from(FEATURES))) & {*features}
-    off = {name: st.just(False if name in ("causal", "sink") else None) for name in FEATURES}
-    options = {name: pick(name, s if name in on else off[name]) for name, s in _OPTIONS.items()}
-    hides, painted = options["mask"] or options["bias"], rectangles(seqlen_q, seqlen_k)
+    on = draw(_ON) & {*features}
+    options = {name: pick(name, s if name in on else _OFF[name]) for name, s in _OPTIONS.items()}
+    hides = options["mask"] or options["bias"]
     return replace(
         case,
         **options,
-        hidden=pick("hidden", st.sampled_from([0.0, 0.1, 0.5, 0.95, 1.0])),
-        rectangles=pick("rectangles", painted if hides else st.just(())),
-        dead_rows=pick("dead_rows", st.booleans()),
-        extra_dtype=pick("extra_dtype", st.sampled_from(FLOATS)),
-        extra_memory=pick("extra_memory", st.just(CONTIGUOUS) | memories(axes=4)),
+        hidden=pick("hidden", _among(0.0, 0.1, 0.5, 0.95, 1.0)),
+        rectangles=pick("rectangles", rectangles(seqlen_q, seqlen_k) if hides else ()),
+        dead_rows=pick("dead_rows", _EITHER),
+        extra_dtype=pick("extra_dtype", _among(*FLOATS)),
+        extra_memory=pick("extra_memory", _MEMORIES_OF_EXTRAS),
         **fixed,
     )

@@ -1,6 +1,6 @@
 """The fixtures that several modules use, and three hypothesis profiles.
 
-``pytest --hypothesis-profile=ci`` tries five times as many random problems as the default;
+``pytest --hypothesis-profile=ci`` tries six times as many random problems as the default;
 ``--hypothesis-profile=few`` tries eight, for compute-sanitizer, under which a kernel takes a
 hundred times as long.
 """
@@ -28,7 +28,7 @@ import cufa
 from cufa.gpu import build
 from cufa.testing import Case
 
-# As many examples as let all tests run in about twenty minutes on two cores.
+# As many examples as let all tests run in about a quarter of an hour on two cores.
 settings.register_profile(
     "default", max_examples=80, deadline=None, print_blob=True, derandomize=False
 )

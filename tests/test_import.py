@@ -15,12 +15,12 @@ import cufa
 PACKAGE = Path(cufa.__file__).parent
 #: A module imports from rows above its own only.
 LAYERS = (
-    ("errors", "reference"),
+    ("errors", "reference", "gpu.streaming"),
     ("options", "recompute"),
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
-    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds"),
-    ("gradients",),
+    ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds", "long_plan"),
+    ("gradients", "saved_blocks"),
     (
         "gpu.registry",
         "gpu.params",
@@ -38,10 +38,10 @@ LAYERS = (
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),
     ("attention", "numerics"),
-    ("flash_attn", "explanation", "backward", "layer_checks"),
-    ("layers", "distributed.hosts"),
-    ("distributed.communicator", "distributed.sequence", "distributed.scaling"),
-    ("distributed.mpi", "distributed.sockets", "distributed.calls", "gpu.nccl"),
+    ("flash_attn", "explanation", "backward", "layer_checks", "long_sums"),
+    ("layers", "long_sweep", "distributed.hosts"),
+    ("long_call", "distributed.communicator", "distributed.sequence", "distributed.scaling"),
+    ("long_sequence", "distributed.mpi", "distributed.sockets", "distributed.calls", "gpu.nccl"),
     ("distributed.connection", "distributed.ring", "distributed.head_parallel"),
     ("distributed.tensor_parallel",),
     ("tools.console", "tools.backends", "tools.timing", "tools.workloads"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiles import ARCHS, HEAD_DIMS, backward_units, mask_units, name_of, units
+from tiles import ARCHS, BY_TMA, HEAD_DIMS, backward_units, compiled, mask_units, name_of, units
 
 import cufa
 from cufa.gpu import build, config
@@ -37,9 +37,15 @@ ROWS = [
 SPECS = (*KERNELS, *(spec for specs in BACKWARD_KERNELS.values() for spec in specs))
 
 
-@pytest.mark.parametrize("key", UNITS, ids=name_of)
+def in_its_group(key: KernelKey) -> Any:
+    """Of a kernel whose machine code test_sass.py reads too: in the same process."""
+    marks = pytest.mark.xdist_group("sass") if key.kernel in BY_TMA else ()
+    return pytest.param(key, marks=marks, id=name_of(key))
+
+
+@pytest.mark.parametrize("key", [in_its_group(key) for key in UNITS])
 def test_every_tile_compiles_without_spills(key: KernelKey) -> None:
-    code, log = build.compile_key(key, verbose=True)
+    code, log = compiled(key)
     assert code.startswith(b"\x7fELF")
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
     assert spills, f"no report:\n{log}"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tiles import BY_TMA, feature_sets, places
+from tiles import BY_TMA, compiled, units
 
-from cufa.gpu import build
+from cufa.gpu.config import Config
 from cufa.gpu.plan import KernelKey
 
-#: In one process: all tests read the same units, which take 20 seconds to compile.
+#: In one process, with the tests that compile the same units: that takes a minute.
 pytestmark = pytest.mark.xdist_group("sass")
 
 
@@ -41,17 +41,12 @@ class Machine(NamedTuple):
 
 
 def one_unit_a_tile() -> list[KernelKey]:
-    """The largest head dims; dtypes and masks in turn."""
-    keys = []
-    for i, ((kernel, scores, tile), members) in enumerate(places(90).items()):
-        if kernel in BY_TMA and not any(key.config == tile for key in keys):
-            size = max(d + dv for _, d, dv, _ in members)
-            largest = [member for member in members if member[1] + member[2] == size]
-            dtype, d, dv, causal = largest[i % len(largest)]
-            features = next(f for f in feature_sets(scores) if f["aligned"])
-            features = {**features, "right": causal}
-            keys.append(KernelKey(kernel, 90, dtype, d, dv, config=tile, **features))
-    return keys
+    """With the largest head dims, of those that test_kernels.py compiles."""
+    found: dict[Config, KernelKey] = {}
+    for key in units(90):
+        if key.kernel in BY_TMA:
+            found.setdefault(key.config, key)
+    return list(found.values())
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +58,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[KernelKey, Machin
 
     def read(numbered: tuple[int, KernelKey]) -> Machine:
         number, key = numbered
-        code, log = build.compile_key(key, verbose=True)
+        code, log = compiled(key)
         path = Path(folder / f"{number}.cubin")
         path.write_bytes(code)
         text = subprocess.run([tool, str(path)], capture_output=True, text=True, check=True).stdout

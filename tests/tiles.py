@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -38,17 +38,22 @@ _DTYPES = ["float16", "bfloat16", "float32", "float64"]
 #: What calls of a kind may have.
 FEATURES: dict[Scores, dict[str, list[Any]]] = {
     Scores.OPEN: {"left": [False], **_ENDS},
-    Scores.PLAIN: {"left": [True], **_ENDS},
+    Scores.PLAIN: _ANY_BOUNDS,
     Scores.MASKED: {**_ANY_BOUNDS, "mask": [True]},
     Scores.MODIFIED: {**_ANY_BOUNDS, **_MODIFIED},
     Scores.BIASED: {**_ANY_BOUNDS, "bias": ["float16", "bfloat16"]},
-    Scores.BIASED_32: {**_ANY_BOUNDS, "bias": ["float32"]},
+    Scores.BIASED_32: {**_ANY_BOUNDS, "mask": _BOTH, "bias": ["float16", "bfloat16", "float32"]},
     Scores.MIXED: {
         **_ANY_BOUNDS,
         "mask": _BOTH,
         "bias": [None, *_DTYPES],
         **_MODIFIED,
     },
+}
+#: Of kinds whose scores have as much done to them, that which may have most.
+_LAST = {
+    scores: max(scores, Scores.PLAIN if scores < Scores.MASKED else Scores.MIXED)
+    for scores in Scores
 }
 #: Kernels that take aligned arrays only.
 ALIGNED = {spec.name for spec in KERNELS if spec.aligned}
@@ -94,10 +99,9 @@ def places(arch: int) -> Places:
         dims = [d for d in HEAD_DIMS if d <= spec.max_head_dim]
         facts = product(spec.dtypes, dims, dims, LENGTHS, Scores, (False, True))
         for dtype, d, dv, seqlen, scores, causal in facts:
-            tile = find_config(spec.name, dtype, d, dv, seqlen, scores, causal, device)
-            if Scores.PLAIN < scores < Scores.MIXED and tile == find_config(
-                spec.name, dtype, d, dv, seqlen, Scores.MIXED, causal, device
-            ):
+            find = partial(find_config, spec.name, dtype, d, dv, seqlen)
+            tile, last = find(scores, causal, device), _LAST[scores]
+            if last > scores and tile == find(last, causal, device):
                 continue  # what it has is among what that is sampled with
             found[spec.name, scores, tile][dtype, d, dv, causal] = None
     return {place: list(members) for place, members in found.items()}
@@ -164,6 +168,12 @@ def steps(kernel: str) -> set[int]:
 
     text = build.expand(f"{kernel}.cu", read)
     return {int(arch) for arch in re.findall(r"\bkArch\W+(\d+)", text)}
+
+
+@cache
+def compiled(key: KernelKey) -> tuple[bytes, str]:
+    """A unit's machine code and the compiler's log, made once in a process."""
+    return build.compile_key(key, verbose=True)
 
 
 def name_of(key: KernelKey) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cufa.arrays import Arrays, namespace, narrowed
-from cufa.attention import attention, merge_weights
+from cufa.attention import attention, merged_weights
 from cufa.backward import attention_backward
 from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in, some_rows
 from cufa.distributed.communicator import Communicator, Pending
@@ -247,10 +247,15 @@ class _Sums:
             here[...], self.lse[..., part.rows] = out, lse
             self._is_empty = False
             return
-        both, weight, weight_of_part = merge_weights(self.lse[..., part.rows], lse, self._layout)
-        with np.errstate(all="ignore"):  # NaN that came with the results
-            here *= weight
-            here += out.astype(here.dtype) * weight_of_part
+        with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
+            both, *weights = merged_weights(namespace(lse), self.lse[..., part.rows], lse)
+            kept, added = (w[..., None] for w in weights)
+            if axis_of(self._layout, out.ndim) == -3:
+                kept, added = kept.swapaxes(-2, -3), added.swapaxes(-2, -3)
+            weighted = out.astype(here.dtype)
+            weighted *= added
+            here *= kept
+            here += weighted
         self.lse[..., part.rows] = both
 
 

@@ -1,4 +1,4 @@
-"""The GPU backend. Importing it, or its modules but `cards`, `exchange`, `nccl`, needs no CuPy."""
+"""The GPU backend. Only its modules `cards`, `exchange`, `nccl` and `streaming` import CuPy at once."""
 
 import os
 

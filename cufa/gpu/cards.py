@@ -1,4 +1,5 @@
-"""CUDA cards, through CuPy: this module, `exchange` and `nccl` alone in gpu/ import it at once."""
+"""CUDA cards, through CuPy: this module, `exchange`, `streaming` and `nccl` alone import it at
+once."""
 
 from __future__ import annotations
 

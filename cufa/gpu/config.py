@@ -43,9 +43,9 @@ class Scores(IntEnum):
     MODIFIED = 3
     #: A bias of 16 bits.
     BIASED = 4
-    #: A bias of float32.
+    #: A bias of float32; one of 16 bits or float32 beside a mask.
     BIASED_32 = 5
-    #: A bias of float64, or several of a mask, a bias, and what modifies scores.
+    #: A bias of float64; or what modifies scores beside a mask or a bias.
     MIXED = 6
 
 
@@ -55,10 +55,10 @@ def kind_of_scores(*, window: bool, mask: bool, modified: bool, bias: str | None
     `window` is one that bounds the keys on the left, `modified` ALiBi, softcap, a scale that is not
     positive or dropout, and `bias` the dtype of one.
     """
-    if bias == "float64" or mask + modified + (bias is not None) > 1:
+    if bias == "float64" or (modified and (mask or bias is not None)):
         return Scores.MIXED
     if bias is not None:
-        return Scores.BIASED_32 if bias == "float32" else Scores.BIASED
+        return Scores.BIASED_32 if mask or bias == "float32" else Scores.BIASED
     if modified:
         return Scores.MODIFIED
     if mask:

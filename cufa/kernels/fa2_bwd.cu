@@ -107,14 +107,14 @@ fa2_bwd(const __grid_constant__ BackwardParams p) {
         auto weights = narrow(s);
         if constexpr (kSoftcap) multiply(s, slope);                  // dS's other factor
         handover.give(kSoftcap ? narrow(s) : weights, row / 16);
-        Handover::arrive(row / kQueries);
+        Handover::meet(row / kQueries);
         drop_marked(weights);
         if constexpr (kDv) add_nn<true>(sums.x, weights, now.dout, row);  // dV += P^T dO // line 12
         if (row + kQueries == kBlockM && i > 0) add_dq(other, before);
       } else {
         if (row == 0 && i > 0) add_dq(other, before);
         add_nt<true>(s.x, v_smem, first_key<kCrew>(), now.dout, row);  // dP^T = V dO^T   // line 13
-        Handover::wait(row / kQueries);                              // P is here
+        Handover::meet(row / kQueries);                              // P is here
         const auto changes =
             score_changes(s, handover, p, now.numbers.delta + row, row / 16);           // line 14
         if constexpr (kDq) store_operand(now.ds, changes, row / 16);

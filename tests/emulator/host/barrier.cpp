@@ -125,7 +125,7 @@ void meet(int size, void* args, void (*perform)(void* const* lanes)) {
     fail(Kind::divergence, "%s needs %d threads; the block has %d from thread %d on", self->op,
          size, block.n_threads - first, first);
   if (m.arrived == 0) m.op = self->op, m.pc = self->pc, m.first_thread = self->id;
-  if (strcmp(m.op, self->op) || m.pc != self->pc) fail_diverged(m);
+  if (m.pc != self->pc || (m.op != self->op && strcmp(m.op, self->op))) fail_diverged(m);
   if (other.warps & warp) fail_diverged(other);
   m.args[self->id - first] = args;
   m.warps |= warp;

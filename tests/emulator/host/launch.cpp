@@ -20,7 +20,7 @@ namespace {
 
 std::mt19937 generator;
 std::string report;
-std::map<std::string, int64_t> counts;
+std::map<const char*, int64_t> counts;  // by the place of an instruction's name; some have two
 
 struct Failure {};
 
@@ -87,12 +87,14 @@ const char* run(void* what, void (*kernel)(const void*), const void* begin, cons
   block.n_warps = (block.n_threads + 31) / 32, block.n_warpgroups = (block.n_threads + 127) / 128;
   block.n_agents = block.n_threads + kMaxMbarriers + block.n_warpgroups;
   block.shared_bytes = launch->shared_bytes;
+  begin_traps();
   try {
     begin_arrays();
     run_blocks(kernel);
     if (!launch->kind) end_arrays();
   } catch (const Failure&) {  // a report between two blocks
   }
+  end_traps();
   self = nullptr;
   return report.c_str();
 }
@@ -104,7 +106,9 @@ const char* run(void* what, void (*kernel)(const void*), const void* begin, cons
 extern "C" const char* emulated_counts() {
   static std::string text;
   text.clear();
-  for (const auto& [instruction, n] : emu::counts)
+  std::map<std::string, int64_t> by_name;
+  for (const auto& [instruction, n] : emu::counts) by_name[instruction] += n;
+  for (const auto& [instruction, n] : by_name)
     text += instruction + " " + std::to_string(n) + "\n";
   return text.c_str();
 }

@@ -38,5 +38,8 @@ extern const uint8_t *unit_begin, *unit_end;
 
 // Switches back to the launch for good, in the middle of a block.
 void abandon_block();
+// Between the two a trap in the unit is reported as undefined behaviour.
+void begin_traps();
+void end_traps();
 
 }  // namespace emu

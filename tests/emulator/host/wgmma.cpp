@@ -97,7 +97,7 @@ struct Warpgroup {
 int row_of(int thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + i % 4 / 2 * 8; }
 int col_of(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
-std::vector<Warpgroup> warpgroups;
+std::vector<Warpgroup> all_groups;
 std::vector<bool> fenced;  // by thread: since its last commit
 
 void watch(Thread& thread, const void* p, size_t bytes, bool readable) {
@@ -122,7 +122,7 @@ void begin_operand(const Operand& operand, int rows, const Thread* threads) {
 
 void issue(void* const* lanes) {
   const int group = self->id / kSize;
-  Warpgroup& g = warpgroups[group];
+  Warpgroup& g = all_groups[group];
   Thread* threads = &block.threads[group * kSize];
   Operation operation{*static_cast<const Wgmma*>(lanes[0]), {}, {}, {}, self->pc};
   const Wgmma& op = operation.op;
@@ -228,7 +228,7 @@ void wgmma_commit_group() {
   const Doing doing("wgmma.commit_group", __builtin_return_address(0));
   fenced[self->id] = false;
   meet(kSize, nullptr, [](void* const*) {
-    Warpgroup& g = warpgroups[self->id / kSize];
+    Warpgroup& g = all_groups[self->id / kSize];
     g.groups.push_back(std::move(g.open));
     g.open.clear();
   });
@@ -238,7 +238,7 @@ void wgmma_wait_group(int pending) {
   const Doing doing("wgmma.wait_group", __builtin_return_address(0));
   meet(kSize, &pending, [](void* const* lanes) {
     const int group = self->id / kSize, pending = *static_cast<int*>(lanes[0]);
-    Warpgroup& g = warpgroups[group];
+    Warpgroup& g = all_groups[group];
     for (; int(g.groups.size()) > pending; g.groups.pop_front()) {
       ++g.moment;
       for (const Operation& o : g.groups.front()) finish(g, o, group);
@@ -249,12 +249,12 @@ void wgmma_wait_group(int pending) {
 }
 
 void begin_wgmma() {
-  warpgroups.assign(block.n_warpgroups, {});
+  all_groups.assign(block.n_warpgroups, {});
   fenced.assign(block.n_threads, false);
 }
 
 void end_wgmma() {
-  for (const Warpgroup& g : warpgroups)
+  for (const Warpgroup& g : all_groups)
     if (!g.open.empty() || !g.groups.empty())
       fail_at((g.open.empty() ? g.groups.front().front() : g.open.front()).pc, Kind::protocol,
               "the block ends with a wgmma that nobody waited for");
