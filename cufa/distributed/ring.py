@@ -19,7 +19,7 @@ from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in,
 from cufa.distributed.communicator import Communicator, Pending
 from cufa.distributed.sequence import Chunk, Part, visible_parts
 from cufa.gradients import Gradients, Saved
-from cufa.problem import Band, Causal
+from cufa.problem import Causal, Problem
 
 #: Keys and values of one rank, or the sums of their gradients.
 _Block = list[Any]
@@ -168,7 +168,7 @@ def ring_attention_backward(
 def _travel(comm: Communicator, call: Call, k: Any, v: Any) -> Iterator[tuple[int, _Block]]:
     """The block of each step; while the caller computes with one, the next is on its way."""
     block = [namespace(a).ascontiguousarray(a) for a in (k, v)]
-    steps = _steps(call.queries, call.keys, call.whole.band)
+    steps = _steps(call.queries, call.keys, call.whole)
     for step in range(steps):
         pending, following = None, block
         if step + 1 < steps:
@@ -197,17 +197,17 @@ def _owner(comm: Communicator, step: int) -> int:
 
 def _parts(comm: Communicator, call: Call, step: int) -> tuple[Part, ...]:
     """What a rank computes in a step."""
-    return visible_parts(call.queries[comm.rank], call.keys[_owner(comm, step)], call.whole.band)
+    return visible_parts(call.queries[comm.rank], call.keys[_owner(comm, step)], call.whole)
 
 
 @lru_cache(maxsize=256)
 def _steps(
-    queries: tuple[tuple[Chunk, ...], ...], keys: tuple[tuple[Chunk, ...], ...], band: Band
+    queries: tuple[tuple[Chunk, ...], ...], keys: tuple[tuple[Chunk, ...], ...], whole: Problem
 ) -> int:
     """Steps until no rank sees anything of what would come next."""
     size = len(queries)
     for step in reversed(range(1, size)):
-        if any(visible_parts(queries[r], keys[(r - step) % size], band) for r in range(size)):
+        if any(visible_parts(queries[r], keys[(r - step) % size], whole) for r in range(size)):
             return step + 1
     return 1
 
@@ -315,7 +315,7 @@ class _Home:
 
     def __init__(self, comm: Communicator, call: Call) -> None:
         self._comm, self._call = comm, call
-        self._steps = _steps(call.queries, call.keys, call.whole.band)
+        self._steps = _steps(call.queries, call.keys, call.whole)
         self._pending: Pending | None = None
         self._sums: _Block = []
 

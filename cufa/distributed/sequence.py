@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from cufa.arrays import namespace
 from cufa.errors import ArgumentError, ShapeError
+from cufa.long_plan import pieces
 from cufa.options import plain_integer
-from cufa.problem import Band
+from cufa.problem import Problem
 
 SPLITS = ("contiguous", "zigzag")
 
@@ -112,37 +113,26 @@ def chunks_of(split: str, lengths: Sequence[int], name: str) -> tuple[tuple[Chun
     return chunks
 
 
-def visible_parts(queries: Sequence[Chunk], keys: Sequence[Chunk], band: Band) -> tuple[Part, ...]:
+def visible_parts(
+    queries: Sequence[Chunk], keys: Sequence[Chunk], whole: Problem
+) -> tuple[Part, ...]:
     """The calls of attention that give what queries see of keys; none where they see nothing.
 
-    `band` is that of the whole sequences. Each call's window is about its own diagonal, which for
-    a part of the rows lies elsewhere: rows that see no key of the block, and keys that none of the
-    rows sees, are left out first. Then both bounds are at least 0, and `attention` takes them.
+    `whole` is the problem of the whole sequences.
     """
     found: list[Part] = []
     for q in queries:
         for k in keys:
-            if part := _visible_part(q, k, band):
-                _append(found, part)
+            rows, columns = (slice(c.start, c.start + c.length) for c in (q, k))
+            for piece in pieces(whole, rows, columns):
+                own = (_moved(piece.rows, q), _moved(piece.keys, k))
+                _append(found, Part(*own, piece.window))
     return tuple(found)
 
 
-def _visible_part(q: Chunk, k: Chunk, band: Band) -> Part | None:
-    m, n, diagonal = q.length, k.length, q.start - k.start + band.diagonal
-    # Row i of the chunk sees its keys from i + low to i + high.
-    low = -m - n if band.left is None else diagonal - band.left
-    high = m + n if band.right is None else diagonal + band.right
-    first_row, end_row = max(0, -high), min(m, n - low)
-    first_key, end_key = max(0, first_row + low), min(n, end_row + high)
-    if first_row >= end_row or first_key >= end_key:
-        return None
-    m, n = end_row - first_row, end_key - first_key
-    low, high = low + first_row - first_key, high + first_row - first_key
-    left = n - m - low if m - 1 + low > 0 else None
-    right = high - (n - m) if high < n - 1 else None
-    window = None if left is None and right is None else (left, right)
-    rows = slice(q.at + first_row, q.at + end_row)
-    return Part(rows, slice(k.at + first_key, k.at + end_key), window)
+def _moved(part: slice, chunk: Chunk) -> slice:
+    """Rows of the whole sequence as they are counted on their rank."""
+    return slice(*(n - chunk.start + chunk.at for n in (part.start, part.stop)))
 
 
 def _append(found: list[Part], part: Part) -> None:

@@ -1,4 +1,4 @@
-"""The GPU backend. Only its modules `cards`, `exchange`, `nccl` and `streaming` import CuPy at once."""
+"""The GPU backend. Only `cards`, `exchange`, `nccl` and `streaming` import CuPy at once."""
 
 import os
 
