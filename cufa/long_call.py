@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+from cufa import alibi
 from cufa.arrays import (
     CPU,
     Arrays,
@@ -66,14 +67,7 @@ def checked(
         )
     call = sign(given, causal, window, softcap, scale, layout, return_lse, "auto")
     problem = make_problem(call)
-    if given.alibi_slopes is not None and problem.band.diagonal != (
-        problem.seqlen_k - problem.seqlen_q
-    ):
-        raise UnsupportedError(
-            f"alibi_slopes are given with causal='top_left', {problem.seqlen_q} queries and "
-            f"{problem.seqlen_k} keys; where lengths differ ALiBi needs causal=True here, or to be "
-            "passed as a bias"
-        )
+    alibi.check(problem)
     return call, problem
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from cufa import alibi
 from cufa.arrays import distinct, narrowed
 from cufa.attention import attention
 from cufa.backward import attention_backward
@@ -210,28 +211,17 @@ class Sweep(ABC):
                 if piece.side == "across":
                     options["alibi_slopes"] = slopes
                 else:
-                    by_key = self._alibi_of_keys(piece, slopes)
+                    by_key = alibi.of_keys(self.xp, piece, slopes)
                     bias = scores.get("bias")
                     options["bias"] = (
                         by_key if bias is None else narrowed(bias, by_key.dtype.name) + by_key
                     )
             self.add(block, piece, cut, options)
 
-    def _alibi_of_keys(self, piece: Piece, slopes: Any) -> Any:
-        """What ALiBi takes from the scores of each key beyond what it takes from the row's nearest
-        key; shape (heads, 1, keys)."""
-        first, last = piece.keys.start, piece.keys.stop - 1
-        j = self.xp.arange(first, last + 1)
-        distance = last - j if piece.side == "left" else j - first
-        return -(slopes[:, None, None] * distance.astype(slopes.dtype))
-
     def alibi_of_rows(self, block: Block, piece: Piece) -> Any:
         """What ALiBi takes from the scores of each row's nearest key; shape (heads, rows)."""
-        i = self.xp.arange(piece.rows.start, piece.rows.stop)
-        i = i + self.problem.seqlen_k - self.problem.seqlen_q
-        distance = i - (piece.keys.stop - 1) if piece.side == "left" else piece.keys.start - i
         slopes = self.slopes[block.batch, self.heads(block)]
-        return slopes[:, None] * distance.astype(slopes.dtype)
+        return alibi.of_rows(self.xp, self.problem, piece, slopes)
 
 
 def run(

@@ -35,7 +35,7 @@ from cufa.errors import (
 from cufa.gradients import Gradients
 from cufa.testing import Case, assert_gradients_within_rounding, assert_within_rounding
 
-FEATURES = ("causal", "window", "softcap", "sink")
+FEATURES = ("causal", "window", "alibi", "softcap", "sink")
 #: Many ranks share few processors here, and each example is many calls.
 few = settings(max_examples=max(8, settings().max_examples // 4))
 
@@ -44,6 +44,8 @@ few = settings(max_examples=max(8, settings().max_examples // 4))
 def problems(draw: st.DrawFn, **fixed: Any) -> tuple[Case, Any, Any, bool]:
     """Problems, and where ranks begin and end, in fractions of the sequences."""
     case = draw(testing.cases(features=FEATURES, max_elements=1 << 16, **fixed))
+    if case.alibi and case.causal:  # about one diagonal
+        case = replace(case, causal=True)
     cuts = st.lists(
         st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0, 1), min_size=3, max_size=3
     )
@@ -76,6 +78,10 @@ functions = pytest.mark.parametrize("function", ["ring_attention", "head_paralle
 @few
 @given(problem=problems(algorithm=st.sampled_from(["auto", "auto", "standard"])))
 def test_attention_over_ranks_agrees_with_the_formula(ranks, function, problem):
+    check_forward(ranks, function, problem)
+
+
+def check_forward(ranks: Any, function: str, problem: Any) -> None:
     case, places = ranks.fit(problem[0]), places_of(problem, ranks.size)
     both = results(ranks(forward, function, case, places))
     out = places.joined([out for out, _ in both], axis_of(case.layout, case.rank))
@@ -87,6 +93,10 @@ def test_attention_over_ranks_agrees_with_the_formula(ranks, function, problem):
 @few
 @given(problem=problems())
 def test_gradients_over_ranks_agree_with_the_formula(ranks, function, problem):
+    check_backward(ranks, function, problem)
+
+
+def check_backward(ranks: Any, function: str, problem: Any) -> None:
     case, places = ranks.fit(problem[0]), places_of(problem, ranks.size)
     whole = case.exact()
     wide = "float64" if case.dtype == "float64" else "float32"
@@ -104,6 +114,23 @@ def test_gradients_over_ranks_agree_with_the_formula(ranks, function, problem):
     bounds = bounds._replace(**{n: getattr(bounds, n) + more[n] for n in more})
     got = Gradients(dq, dk, dv, None, dsink)
     assert_gradients_within_rounding(got, expected._replace(bounds=bounds))
+
+
+sloping = problems(
+    alibi=st.sampled_from([1, 2]),
+    causal=st.booleans(),
+    seqlen_q=st.integers(8, 60),
+    seqlen_k=st.integers(8, 60),
+    rank=4,
+    batch=st.integers(1, 2),
+)
+
+
+@few
+@given(problem=sloping)
+def test_the_distances_of_alibi_are_those_of_the_whole(ranks, problem):
+    check_forward(ranks, "ring_attention", problem)
+    check_backward(ranks, "ring_attention", problem)
 
 
 #: Problems of layers, to be made `divided`.
@@ -262,17 +289,12 @@ def test_gradients_by_lse_are_of_all_ranks_or_none(several):
 
 def merged_bounds(case: Case, places: Places, size: int) -> Any:
     """The exact answer, with the bounds of results over the keys of each chunk put together."""
-    q, k, v = case.arrays(np)
     options = {**case.options(np), "sink": None}
-    visible = reference.scores(q, k, **without_sink(options)) > -np.inf
-    ends = places.keys or [n * case.seqlen_k // (2 * size) for n in range(1, 2 * size + 1)]
-    axis = axis_of(case.layout, case.rank)
-    parts = []
+    chunks = [n * case.seqlen_k // (2 * size) for n in range(1, 2 * size + 1)]
+    ends, columns, parts = places.keys or chunks, np.arange(case.seqlen_k), []
     for start, end in zip((0, *ends[:-1]), ends, strict=True):
-        keys = slice(start, end)
-        own = [np.take(a, range(start, end), axis) for a in (k, v)]
-        of_part = {**options, "causal": False, "window": None, "mask": visible[..., keys]}
-        parts.append(exact(q, *own, **of_part))
+        seen = np.broadcast_to((columns >= start) & (columns < end), (case.seqlen_q, case.seqlen_k))
+        parts.append(exact(*case.arrays(np), mask=seen, **options))
     return merged(case.exact(), *parts, layout=case.layout)
 
 

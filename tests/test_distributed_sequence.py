@@ -80,7 +80,7 @@ def test_a_rank_computes_its_own_zigzag_block_in_one_causal_call(seqlen, size, r
     if min(chunk.length for chunk in own) > 1:  # a square of one is no triangle
         (part,) = visible_parts(own, own, Whole(Band(None, 0, 0)))
         length = sum(chunk.length for chunk in own)
-        assert part == (slice(0, length), slice(0, length), (None, 0))
+        assert part[:3] == (slice(0, length), slice(0, length), (None, 0))
 
 
 @given(seqlen=st.integers(0, 50), size=st.integers(1, 6), axis=st.sampled_from([-1, -2, -3]))

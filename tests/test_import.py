@@ -20,7 +20,7 @@ LAYERS = (
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds", "long_plan"),
-    ("gradients", "saved_blocks"),
+    ("gradients", "saved_blocks", "alibi"),
     (
         "gpu.registry",
         "gpu.params",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cufa import alibi
 from cufa.arrays import Arrays, is_cupy, sign
 from cufa.attention import attention
 from cufa.distributed.communicator import Communicator, Facts
@@ -82,10 +83,12 @@ def agree_on(
         k=_lengthened(call.k, sum(seqlens_k), call.layout),
         v=_lengthened(call.v, sum(seqlens_k), call.layout),
     )
+    problem = make_problem(whole)
+    alibi.check(problem)
     return Call(
         signature=call,
         own=make_problem(call),
-        whole=make_problem(whole),
+        whole=problem,
         queries=chunks_of(split, seqlens_q, "q"),
         keys=chunks_of(split, seqlens_k, "k"),
     )
@@ -144,8 +147,10 @@ def _facts(call: Signature, split: str, dlse: str | None) -> Facts:
     options = {option: getattr(call, option) for option in _OPTIONS}
     options |= {"window": call.window and list(call.window)}  # as JSON gives it back
     sink = None if call.sink is None else dtype_name(call.sink.dtype)
+    slopes = None if call.alibi_slopes is None else list(call.alibi_slopes.shape)
     return Facts(
-        sizes={"number of axes": len(call.q.shape), **{n: getattr(problem, n) for n in sizes}},
+        sizes={"number of axes": len(call.q.shape), **{n: getattr(problem, n) for n in sizes}}
+        | {"shape of alibi_slopes": slopes},
         dtypes={"dtype of q": problem.dtype, "dtype of sink": sink},
         options={**options, "split": split, "dlse": dlse},
         own={"q": problem.seqlen_q, "k": problem.seqlen_k},

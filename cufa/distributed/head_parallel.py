@@ -36,6 +36,7 @@ def head_parallel_attention(
     *,
     causal: Causal = False,
     window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
     scale: float | None = None,
@@ -53,7 +54,8 @@ def head_parallel_attention(
 
     Parameters
     ----------
-    comm, q, k, v, causal, window, softcap, sink, scale, layout, split, return_lse, algorithm
+    comm, q, k, v, causal, window, alibi_slopes, softcap, sink, scale, layout, split, return_lse
+    algorithm
         As in `ring_attention`. Every rank has equal work if the number of ranks divides
         `kv_heads`, or `kv_heads` it and it `heads`; key/value heads that several ranks need go to
         each of them.
@@ -70,14 +72,15 @@ def head_parallel_attention(
     UnsupportedError
         As `ring_attention`.
     """
-    arrays = Arrays(q, k, v, sink=sink)
+    arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     name = "head_parallel_attention"
     call = agree_on(comm, name, arrays, options, split, others)
     with comm.together(name):
         turn = _Turn(comm, call)
-        heads = turn.to_heads([*turn.of_queries(q), *turn.of_keys(k, v)])
-        own = attention(*heads, sink=turn.own_part(sink), return_lse=True, **turn.options)
+        q_, k_, v_ = turn.to_heads([*turn.of_queries(q), *turn.of_keys(k, v)])
+        by_head = {"alibi_slopes": turn.own_part(alibi_slopes), "sink": turn.own_part(sink)}
+        own = attention(q_, k_, v_, return_lse=True, **by_head, **turn.options)
         out, lse = turn.to_rows([(a, turn.queries) for a in (own[0], own[1][..., None])])
         out, lse = turn.in_axes_of_caller(out, q.ndim), lse.reshape(call.own.lse_shape)
     return (out, lse) if return_lse else out
@@ -95,6 +98,7 @@ def head_parallel_attention_backward(
     dlse: Any = None,
     causal: Causal = False,
     window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
     scale: float | None = None,
@@ -118,7 +122,8 @@ def head_parallel_attention_backward(
     Where several ranks have the same key/value head, their gradients by it, rounded to the dtype
     of `q`, are summed in float32 (float64 for float64 inputs).
     """
-    arrays, saved = Arrays(q, k, v, sink=sink), Saved(dout, out, lse, dlse)
+    arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
+    saved = Saved(dout, out, lse, dlse)
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     name = "head_parallel_attention_backward"
     call = agree_on(comm, name, arrays, options, split, others, saved, deterministic)
@@ -127,10 +132,9 @@ def head_parallel_attention_backward(
         given = [*turn.of_queries(q, dout, out), *turn.of_keys(k, v), *turn.of_rows(lse, dlse)]
         q_, dout_, out_, k_, v_, *numbers = turn.to_heads(given)
         lse_, dlse_ = (*(a[..., 0] for a in numbers), None)[:2]
-        turned = {"dlse": dlse_, "sink": turn.own_part(sink), **turn.options}
-        found = attention_backward(
-            dout_, q_, k_, v_, out_, lse_, deterministic=deterministic, **turned
-        )
+        by_head = {"alibi_slopes": turn.own_part(alibi_slopes), "sink": turn.own_part(sink)}
+        more = {"dlse": dlse_, "deterministic": deterministic, **by_head, **turn.options}
+        found = attention_backward(dout_, q_, k_, v_, out_, lse_, **more)
         sides = (turn.queries, turn.keys, turn.keys)
         rows = turn.to_rows(list(zip(found[:3], sides, strict=True)))
         dsink = None if sink is None else turn.all_parts(found.dsink).astype(sink.dtype)
@@ -242,12 +246,13 @@ class _Turn:
             a = a.swapaxes(1, 2)
         return namespace(a).ascontiguousarray(a[(0,) * (4 - ndim)])
 
-    def own_part(self, sink: Any) -> Any:
-        """Of a number for each head, those of this rank's heads, in the accumulator's dtype."""
-        if sink is None:
+    def own_part(self, a: Any) -> Any:
+        """Of numbers for each head, on the last axis, those of this rank's heads, in the
+        accumulator's dtype."""
+        if a is None:
             return None
         own = self.queries.heads[self._comm.rank]
-        return narrowed(sink[own], self._call.whole.accumulator)
+        return narrowed(a[..., own], self._call.whole.accumulator)
 
     def all_parts(self, a: Any) -> Any:
         """`own_part` backwards: the numbers of all heads, on every rank."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cufa import alibi
 from cufa.arrays import Arrays, namespace, narrowed
 from cufa.attention import attention, merged_weights
 from cufa.backward import attention_backward
@@ -33,6 +34,7 @@ def ring_attention(
     *,
     causal: Causal = False,
     window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
     scale: float | None = None,
@@ -57,7 +59,8 @@ def ring_attention(
     causal, window, softcap, scale, layout, algorithm
         As in `cufa.attention`, of the whole sequence: with ``causal=True`` the last query of all
         sees every key. Where a window or `causal` hides the rest, the ring stops early.
-    sink : array, shape (heads,), default None
+    alibi_slopes : float array, shape (heads,) or (batch, heads), default None
+    sink : float array, shape (heads,), default None
         The same on all ranks.
     split : {"contiguous", "zigzag"}, default "contiguous"
         Which rows of the whole sequence a rank has. "contiguous": those that follow the rows of the
@@ -79,21 +82,22 @@ def ring_attention(
     RankError, RankTimeoutError
         Another rank failed or is late; the message names it.
     UnsupportedError
-        mask, bias, alibi_slopes or dropout; or as `cufa.attention`.
+        mask, bias or dropout; `alibi_slopes` with ``causal="top_left"`` and not as many queries as
+        keys; or as `cufa.attention`.
 
     Notes
     -----
     Partial results are rounded to the dtype of `q`, put together in float32 (float64 for float64
     inputs) and rounded again at the end.
     """
-    arrays = Arrays(q, k, v, sink=sink)
+    arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     call = agree_on(comm, "ring_attention", arrays, options, split, others)
     with comm.together("ring_attention"):
-        sums = _Sums(call, q, sink)
+        sums, scores = _Sums(call, q, sink), _Scores(call, alibi_slopes)
         for step, block in _travel(comm, call, k, v):
             for part in _parts(comm, call, step):
-                sums.add(part, *_attend(call, q, block, part))
+                sums.add(part, *_attend(call, scores, q, block, part))
         out = sums.out.astype(q.dtype)
     return (out, sums.lse) if return_lse else out
 
@@ -110,6 +114,7 @@ def ring_attention_backward(
     dlse: Any = None,
     causal: Causal = False,
     window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: Any = None,
     softcap: float | None = None,
     sink: Any = None,
     scale: float | None = None,
@@ -128,7 +133,7 @@ def ring_attention_backward(
     comm : Communicator
     dout, out, lse, dlse : array
         As in `cufa.attention_backward`, of this rank's queries; `dlse` on all ranks or on none.
-    q, k, v, causal, window, softcap, sink, scale, layout, split, algorithm
+    q, k, v, causal, window, alibi_slopes, softcap, sink, scale, layout, split, algorithm
         What `ring_attention` was called with.
     deterministic : bool, default False
         As in `cufa.attention_backward`.
@@ -149,12 +154,14 @@ def ring_attention_backward(
     The parts of a gradient are rounded to the dtype of `q` and summed in float32 (float64 for
     float64 inputs), as they travel.
     """
-    arrays, saved = Arrays(q, k, v, sink=sink), Saved(dout, out, lse, dlse)
+    arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
+    saved = Saved(dout, out, lse, dlse)
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     name = "ring_attention_backward"
     call = agree_on(comm, name, arrays, options, split, others, saved, deterministic)
     with comm.together(name):
-        work = _Backward(call, q, saved, bool(deterministic))
+        scores = _Scores(call, alibi_slopes)
+        work = _Backward(call, scores, q, saved, bool(deterministic))
         home = _Home(comm, call)
         for step, block in _travel(comm, call, k, v):
             home.add(step, work.gradients(block, _parts(comm, call, step)))
@@ -219,12 +226,38 @@ def _with_rows(a: Any, seqlen: int, layout: str) -> Any:
     return namespace(a).empty(shape, a.dtype)
 
 
-def _attend(call: Call, q: Any, block: _Block, part: Part) -> tuple[Any, Any]:
+class _Scores:
+    """What is done to the scores of a part."""
+
+    def __init__(self, call: Call, slopes: Any) -> None:
+        self._call, self._given = call, slopes
+        self._slopes = None if slopes is None else narrowed(slopes, call.own.accumulator)
+
+    def options(self, part: Part) -> dict[str, Any]:
+        """Of `attention`."""
+        options = {"window": part.window, **self._call.options("layout")}
+        if part.piece.side == "across":
+            return {**options, "alibi_slopes": self._given}
+        if part.piece.side:
+            xp = namespace(self._slopes)
+            return {**options, "bias": alibi.of_keys(xp, part.piece, self._slopes)}
+        return options
+
+    def moved(self, lse: Any, part: Part, sign: int) -> Any:
+        """The lse of a part with what ALiBi takes from its rows, by sign -1, or from there back."""
+        if part.piece.side not in ("left", "right"):
+            return lse
+        xp = namespace(lse)
+        of_rows = alibi.of_rows(xp, self._call.whole, part.piece, self._slopes)
+        return lse + sign * of_rows[(0,) * max(0, of_rows.ndim - lse.ndim)]
+
+
+def _attend(call: Call, scores: _Scores, q: Any, block: _Block, part: Part) -> tuple[Any, Any]:
     """Out and lse of one call."""
     k, v = (some_rows(a, part.keys, call.layout) for a in block)
     rows = some_rows(q, part.rows, call.layout)
-    out, lse = attention(rows, k, v, window=part.window, return_lse=True, **call.options("layout"))
-    return out, lse
+    out, lse = attention(rows, k, v, return_lse=True, **scores.options(part))
+    return out, scores.moved(lse, part, -1)
 
 
 class _Sums:
@@ -262,9 +295,11 @@ class _Sums:
 class _Backward:
     """Gradients of a rank's queries, as far as their parts have been computed."""
 
-    def __init__(self, call: Call, q: Any, saved: Saved, deterministic: bool) -> None:
-        self._call, self._q, self._saved = call, q, saved
-        self._options = {**call.options("layout"), "deterministic": deterministic}
+    def __init__(
+        self, call: Call, scores: _Scores, q: Any, saved: Saved, deterministic: bool
+    ) -> None:
+        self._call, self._scores, self._q, self._saved = call, scores, q, saved
+        self._deterministic = deterministic
         self.dq = namespace(q).zeros(q.shape, call.own.accumulator)
 
     def gradients(self, block: _Block, parts: tuple[Part, ...]) -> _Block:
@@ -287,9 +322,8 @@ class _Backward:
         k, v = (some_rows(a, none, self._call.layout) for a in (k, v))
         dout, out, lse, dlse = self._saved
         wide = narrowed(sink, self._call.own.accumulator)
-        found = attention_backward(
-            dout, self._q, k, v, out, lse, dlse=dlse, sink=wide, wrt="sink", **self._options
-        )
+        options = {**self._call.options("layout"), "sink": wide, "wrt": "sink"}
+        found = attention_backward(dout, self._q, k, v, out, lse, dlse=dlse, **options)
         comm.all_reduce(found.dsink).wait()
         return found.dsink.astype(sink.dtype)
 
@@ -298,8 +332,10 @@ class _Backward:
         k, v = (some_rows(a, part.keys, layout) for a in block)
         q, dout, out = (some_rows(a, part.rows, layout) for a in (self._q, saved.dout, saved.out))
         dlse = None if saved.dlse is None else saved.dlse[..., part.rows]
-        options = {"dlse": dlse, "window": part.window, **self._options}
-        return attention_backward(dout, q, k, v, out, saved.lse[..., part.rows], **options)
+        lse = self._scores.moved(saved.lse[..., part.rows], part, 1)
+        options = {**self._scores.options(part), "deterministic": self._deterministic}
+        wrt = ("q", "k", "v")
+        return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, **options)
 
     def _add(self, total: Any, rows: slice, gradient: Any) -> None:
         here = some_rows(total, rows, self._call.layout)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cufa.arrays import namespace
 from cufa.errors import ArgumentError, ShapeError
-from cufa.long_plan import pieces
+from cufa.long_plan import Piece, pieces
 from cufa.options import plain_integer
 from cufa.problem import Problem
 
@@ -31,12 +31,14 @@ class Chunk(NamedTuple):
 class Part(NamedTuple):
     """Queries of a rank and keys of a block, by their places there, that are one call of attention.
 
-    `window` is that of the call: None where each of the queries sees all of the keys.
+    `window` is that of the call: None where each of the queries sees all of the keys. `piece` is
+    the same, or the first of what was joined, in the whole sequence.
     """
 
     rows: slice
     keys: slice
     window: tuple[int | None, int | None] | None
+    piece: Piece
 
 
 def zigzag_split(a: Any, rank: int, size: int, *, axis: int = -2) -> Any:
@@ -126,7 +128,7 @@ def visible_parts(
             rows, columns = (slice(c.start, c.start + c.length) for c in (q, k))
             for piece in pieces(whole, rows, columns):
                 own = (_moved(piece.rows, q), _moved(piece.keys, k))
-                _append(found, Part(*own, piece.window))
+                _append(found, Part(*own, piece.window, piece))
     return tuple(found)
 
 
@@ -147,12 +149,12 @@ def _append(found: list[Part], part: Part) -> None:
 
 
 def _joined(a: Part, b: Part) -> Part | None:
-    if a.window is not None or b.window is not None:
+    if a.window is not None or b.window is not None or a.piece.side:
         return None
     if a.rows == b.rows and a.keys.stop == b.keys.start:
-        return Part(a.rows, slice(a.keys.start, b.keys.stop), None)
+        return a._replace(keys=slice(a.keys.start, b.keys.stop))
     if a.keys == b.keys and a.rows.stop == b.rows.start:
-        return Part(slice(a.rows.start, b.rows.stop), a.keys, None)
+        return a._replace(rows=slice(a.rows.start, b.rows.stop))
     return None
 
 
@@ -163,12 +165,12 @@ def _causal_square(first: Part, between: Part, last: Part) -> Part | None:
         part.window == (None, 0) and length_of(part.rows) == length_of(part.keys)
         for part in (first, last)
     )
-    if not is_causal or between != Part(last.rows, first.keys, None):
+    if not is_causal or first.piece.side or between[:3] != (last.rows, first.keys, None):
         return None
     if first.rows.stop != last.rows.start or first.keys.stop != last.keys.start:
         return None
     rows, keys = (slice(a.start, b.stop) for a, b in zip(first[:2], last[:2], strict=True))
-    return Part(rows, keys, (None, 0))
+    return first._replace(rows=rows, keys=keys)
 
 
 def length_of(part: slice) -> int:
