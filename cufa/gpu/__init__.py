@@ -1,4 +1,4 @@
-"""The GPU backend. Importing it, or its modules but `cards` and `exchange`, needs no CuPy."""
+"""The GPU backend. It needs no CuPy to be imported; `cards`, `exchange` and `streaming` do."""
 
 import os
 
