@@ -60,8 +60,8 @@ __all__ = [
 #: for, so that `import cufa` is quick.
 _LAZY = {
     "Explanation": "cufa.explanation",
-    "LongPlan": "cufa.long_sequence",
-    "LongSequenceAttention": "cufa.long_sequence",
+    "LongPlan": "cufa.long.sequence",
+    "LongSequenceAttention": "cufa.long.sequence",
     "explain": "cufa.explanation",
     "get_best_config": "cufa.gpu.config",
     "load_tuning": "cufa.gpu.tuning",

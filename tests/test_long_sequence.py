@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from paper_streams import PaperCard
 
@@ -21,11 +21,11 @@ from cufa import (
     ArgumentError,
     LongSequenceAttention,
     blocks,
-    long_call,
-    long_plan,
     reference,
 )
 from cufa.bounds import exact, merged, spacing
+from cufa.long import call as long_call
+from cufa.long import plan as long_plan
 from cufa.testing import (
     Case,
     assert_gradients_within_rounding,
@@ -254,6 +254,7 @@ def test_one_block_of_keys_gives_the_bits_of_attention():
 @pytest.mark.usefixtures("paper")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=long_cases.map(servable), sizes=SIZES)
+@example(case=Case(1, 1, 1, 1, 0, head_dim=4, head_dim_v=4), sizes=(7, 7))  # nothing to copy of k
 def test_blocks_whose_copies_are_late_give_the_formula_too(case, sizes):
     """Copies to a card and back, each made as late as it may be, in memory full of NaN."""
     arrays, options, (dout, dlse) = case.arrays(np), case.options(np), case.back(np)

@@ -21,9 +21,9 @@ from cufa import (
     LongSequenceAttention,
     ShapeError,
     UnsupportedError,
-    long_call,
 )
 from cufa.bounds import exact
+from cufa.long import call as long_call
 from cufa.testing import assert_within_rounding
 
 
@@ -216,7 +216,7 @@ def test_no_heads_have_no_gradients():
 
 
 def test_the_docstring_shows_what_is_computed():
-    found = doctest.testmod(importlib.import_module("cufa.long_sequence"))
+    found = doctest.testmod(importlib.import_module("cufa.long.sequence"))
     assert found.attempted > 4
     assert not found.failed
 

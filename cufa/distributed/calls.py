@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cufa import alibi
 from cufa.arrays import Arrays, is_cupy, sign
 from cufa.attention import attention
 from cufa.distributed.communicator import Communicator, Facts
 from cufa.distributed.sequence import SPLITS, Chunk, chunks_of
 from cufa.errors import DeviceError, UnsupportedError
 from cufa.gradients import Saved, check_algorithm, make_backward, sign_backward
+from cufa.long import alibi
 from cufa.options import dtype_name, plain_choice, shown
 from cufa.problem import ArrayFacts, Problem, Signature, make_problem
 

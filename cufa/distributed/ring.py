@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from cufa import alibi
 from cufa.arrays import Arrays, namespace, narrowed
 from cufa.attention import attention, merged_weights
 from cufa.backward import attention_backward
@@ -20,6 +19,7 @@ from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in,
 from cufa.distributed.communicator import Communicator, Pending
 from cufa.distributed.sequence import Chunk, Part, visible_parts
 from cufa.gradients import Gradients, Saved
+from cufa.long import alibi
 from cufa.problem import Causal, Problem
 
 #: Keys and values of one rank, or the sums of their gradients.

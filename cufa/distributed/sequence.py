@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from cufa.arrays import namespace
 from cufa.errors import ArgumentError, ShapeError
-from cufa.long_plan import Piece, pieces
+from cufa.long.plan import Piece, pieces
 from cufa.options import plain_integer
 from cufa.problem import Problem
 

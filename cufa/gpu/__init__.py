@@ -1,4 +1,4 @@
-"""The GPU backend. Only `cards`, `exchange`, `nccl` and `streaming` import CuPy at once."""
+"""The GPU backend. It needs no CuPy; `cards`, `exchange`, `nccl` and `streaming` in it do."""
 
 import os
 

@@ -46,7 +46,7 @@ def count_cards() -> int:
 class Streamed:
     """Blocks of host arrays are computed on the current card, in CuPy's current stream.
 
-    The methods are those of `cufa.long_sweep.Stage`.
+    The methods are those of `cufa.long.sweep.Stage`.
     """
 
     def __init__(self) -> None:
@@ -240,8 +240,10 @@ def _row_bytes(a: Array) -> int:
 def _chunks(a: Array, size: int) -> Iterator[Array]:
     """An array (heads, rows, ...) in order, in parts of at most so many bytes: rows of a head, or
     all. Rows are what several threads can copy."""
+    if not a.size:
+        return
     if a.nbytes <= size and len(a) > 1:
-        yield from (a,) if a.size else ()
+        yield a
         return
     step = max(1, size // max(1, _row_bytes(a)))
     for head in a:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cufa import alibi
 from cufa.arrays import distinct, narrowed
 from cufa.attention import attention
 from cufa.backward import attention_backward
-from cufa.long_plan import Block, Piece, Sizes, pieces
-from cufa.long_sums import GradientSum, RunningOutput
+from cufa.long import alibi
+from cufa.long.plan import Block, Piece, Sizes, pieces
+from cufa.long.sums import GradientSum, RunningOutput
 from cufa.problem import Problem
 
 #: What is to be in memory for one pair of blocks, and what is: arrays of queries, of keys, of both.

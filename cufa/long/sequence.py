@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from cufa.arrays import Arrays, check_overlap, four_axes, narrowed
 from cufa.errors import DTypeError
 from cufa.gradients import Gradients, Saved, make_backward, sign_backward
-from cufa.long_call import (
+from cufa.long.call import (
     Place,
     by_row,
     check_target,
@@ -18,11 +18,11 @@ from cufa.long_call import (
     saved_blocks,
     views_of,
 )
-from cufa.long_plan import Block, Sizes, blocks, choose_sizes, held_bytes
-from cufa.long_sweep import ByKeys, ByQueries, Forward, Sweep, run, targets_of
+from cufa.long.plan import Block, Sizes, blocks, choose_sizes, held_bytes
+from cufa.long.saved_blocks import SavedBlocks
+from cufa.long.sweep import ByKeys, ByQueries, Forward, Sweep, run, targets_of
 from cufa.options import plain_choice, plain_integer, shown
 from cufa.problem import Causal, Problem, Window
-from cufa.saved_blocks import SavedBlocks
 
 DEVICES = ("auto", "cpu", "gpu")
 #: Kinds of sweeps, and where the results of each go.

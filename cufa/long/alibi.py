@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from cufa.errors import UnsupportedError
-from cufa.long_plan import Piece
+from cufa.long.plan import Piece
 from cufa.problem import Problem
 
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-from cufa import alibi
 from cufa.arrays import (
     CPU,
     Arrays,
@@ -19,11 +18,12 @@ from cufa.arrays import (
     sign,
 )
 from cufa.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from cufa.long_plan import Sizes
-from cufa.long_sweep import InPlace, Stage
+from cufa.long import alibi
+from cufa.long.plan import Sizes
+from cufa.long.saved_blocks import SavedBlocks, digest
+from cufa.long.sweep import InPlace, Stage
 from cufa.options import plain_integer, plain_probability, shown
 from cufa.problem import Problem, Signature, make_problem, place_of
-from cufa.saved_blocks import SavedBlocks, digest
 
 #: Of a signature, what tells one problem from another beside shapes and dtypes.
 _OPTIONS = ("causal", "window", "softcap", "scale", "layout")

@@ -1,0 +1,1 @@
+"""Attention over sequences that are too long for a card's memory: `sequence` says what it does."""
