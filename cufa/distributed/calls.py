@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cufa.arrays import Arrays, is_cupy, sign
+from cufa.arrays import Arrays, is_cupy, namespace, sign
 from cufa.attention import attention
 from cufa.distributed.communicator import Communicator, Facts
 from cufa.distributed.sequence import SPLITS, Chunk, chunks_of
@@ -126,9 +126,20 @@ def axis_of(layout: str, ndim: int) -> int:
     return -3 if layout == "bshd" and ndim > 2 else -2
 
 
-def some_rows(a: Any, rows: slice, layout: str) -> Any:
-    """A view of some rows of an array with the axes of q."""
-    return a[..., rows, :, :] if axis_of(layout, a.ndim) == -3 else a[..., rows, :]
+def by_heads(a: Any, layout: str) -> Any:
+    """A view with the axes (..., heads, seqlen, columns), of which the heads are there always."""
+    if a.ndim == 2:
+        return a[None]
+    return a.swapaxes(-2, -3) if layout == "bshd" else a
+
+
+def as_given(a: Any, like: Any, layout: str) -> Any:
+    """`by_heads` backwards: contiguous, with the axes of `like`."""
+    if like.ndim == 2:
+        a = a[0]
+    elif layout == "bshd":
+        a = a.swapaxes(-2, -3)
+    return namespace(a).ascontiguousarray(a)
 
 
 def _refuse(name: str, others: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from cufa.arrays import Arrays, namespace, narrowed
 from cufa.attention import attention
 from cufa.backward import attention_backward
-from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in
+from cufa.distributed.calls import Call, agree_on, as_given, by_heads, options_of, rows_in
 from cufa.distributed.communicator import Communicator
 from cufa.distributed.sequence import Chunk, length_of
 from cufa.gradients import Gradients, Saved
@@ -82,7 +82,7 @@ def head_parallel_attention(
         by_head = {"alibi_slopes": turn.own_part(alibi_slopes), "sink": turn.own_part(sink)}
         own = attention(q_, k_, v_, return_lse=True, **by_head, **turn.options)
         out, lse = turn.to_rows([(a, turn.queries) for a in (own[0], own[1][..., None])])
-        out, lse = turn.in_axes_of_caller(out, q.ndim), lse.reshape(call.own.lse_shape)
+        out, lse = turn.in_axes_of(q, out), lse.reshape(call.own.lse_shape)
     return (out, lse) if return_lse else out
 
 
@@ -139,7 +139,7 @@ def head_parallel_attention_backward(
         rows = turn.to_rows(list(zip(found[:3], sides, strict=True)))
         dsink = None if sink is None else turn.all_parts(found.dsink).astype(sink.dtype)
         with np.errstate(over="ignore"):  # a gradient beyond the dtype's range is infinite
-            dq, dk, dv = (turn.in_axes_of_caller(a, q.ndim).astype(q.dtype) for a in rows)
+            dq, dk, dv = (turn.in_axes_of(q, a).astype(q.dtype) for a in rows)
     return Gradients(dq, dk, dv, None, dsink)
 
 
@@ -228,11 +228,11 @@ class _Turn:
 
     def of_queries(self, *arrays: Any) -> list[tuple[Any, _Side]]:
         """Arrays with the axes of q, as `to_heads` takes them."""
-        return [(_four_axes(a, self._call.layout), self.queries) for a in arrays]
+        return [(self._four_axes(a), self.queries) for a in arrays]
 
     def of_keys(self, *arrays: Any) -> list[tuple[Any, _Side]]:
         """Arrays with the axes of k."""
-        return [(_four_axes(a, self._call.layout), self.keys) for a in arrays]
+        return [(self._four_axes(a), self.keys) for a in arrays]
 
     def of_rows(self, *arrays: Any) -> list[tuple[Any, _Side]]:
         """Arrays with the axes of lse, those that there are."""
@@ -240,11 +240,9 @@ class _Turn:
         shape = (own.batch, own.heads, own.seqlen_q, 1)
         return [(a.reshape(shape), self.queries) for a in arrays if a is not None]
 
-    def in_axes_of_caller(self, a: Any, ndim: int) -> Any:
-        """A contiguous array with the axes of q, of which the caller's has so many."""
-        if self._call.layout == "bshd" and ndim > 2:
-            a = a.swapaxes(1, 2)
-        return namespace(a).ascontiguousarray(a[(0,) * (4 - ndim)])
+    def in_axes_of(self, given: Any, a: Any) -> Any:
+        """A contiguous array with the axes of the caller's."""
+        return as_given(a if given.ndim == 4 else a[0], given, self._call.layout)
 
     def own_part(self, a: Any) -> Any:
         """Of numbers for each head, on the last axis, those of this rank's heads, in the
@@ -260,6 +258,10 @@ class _Turn:
         every[self.queries.heads[self._comm.rank]] = a
         self._comm.all_reduce(every).wait()
         return every
+
+    def _four_axes(self, a: Any) -> Any:
+        a = by_heads(a, self._call.layout)
+        return a if a.ndim == 4 else a[None]
 
     def _swap(
         self, outgoing: Sequence[Sequence[Any]], shapes: Sequence[Sequence[Shape]]
@@ -278,13 +280,6 @@ class _Turn:
             found.append(incoming)
         comm.start(sends, receives).wait()
         return found
-
-
-def _four_axes(a: Any, layout: str) -> Any:
-    """A view with the axes (batch, heads, seqlen, columns)."""
-    if axis_of(layout, a.ndim) == -3:
-        a = a.swapaxes(-2, -3)
-    return a[(None,) * (4 - a.ndim)]
 
 
 def _rows_at(whole: Any, chunks: Sequence[Chunk]) -> Any:

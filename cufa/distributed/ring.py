@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from cufa.arrays import Arrays, namespace, narrowed
-from cufa.attention import attention, merged_weights
+from cufa.attention import attention
 from cufa.backward import attention_backward
-from cufa.distributed.calls import Call, agree_on, axis_of, options_of, rows_in, some_rows
+from cufa.distributed.calls import Call, agree_on, as_given, by_heads, options_of, rows_in
 from cufa.distributed.communicator import Communicator, Pending
 from cufa.distributed.sequence import Chunk, Part, visible_parts
 from cufa.gradients import Gradients, Saved
 from cufa.long import alibi
+from cufa.long.sums import GradientSum, RunningOutput
 from cufa.problem import Causal, Problem
 
 #: Keys and values of one rank, or the sums of their gradients.
@@ -94,12 +95,17 @@ def ring_attention(
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     call = agree_on(comm, "ring_attention", arrays, options, split, others)
     with comm.together("ring_attention"):
-        sums, scores = _Sums(call, q, sink), _Scores(call, alibi_slopes)
+        running = RunningOutput(namespace(q), call.own.accumulator)
+        scores, rows = _Scores(call, alibi_slopes), by_heads(q, layout)
         for step, block in _travel(comm, call, k, v):
             for part in _parts(comm, call, step):
-                sums.add(part, *_attend(call, scores, q, block, part))
-        out = sums.out.astype(q.dtype)
-    return (out, sums.lse) if return_lse else out
+                running.add(part.rows, rows.shape[-2], *_attend(scores, rows, block, part))
+        shape = (*rows.shape[:-1], v.shape[-1])
+        sink = None if sink is None else narrowed(sink, call.own.accumulator)
+        with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
+            out, lse = running.finish(shape, sink)
+        out = as_given(out.astype(q.dtype, copy=False), q, layout)
+    return (out, lse.reshape(call.own.lse_shape)) if return_lse else out
 
 
 def ring_attention_backward(
@@ -168,13 +174,14 @@ def ring_attention_backward(
         dk, dv = home.arrive()
         dsink = None if sink is None else work.of_sink(comm, k, v, sink)
         with np.errstate(over="ignore"):  # a gradient beyond the dtype's range is infinite
-            dq, dk, dv = (a.astype(q.dtype) for a in (work.dq, dk, dv))
+            found = (a.astype(q.dtype, copy=False) for a in (work.dq(), dk, dv))
+            dq, dk, dv = (as_given(a, q, layout) for a in found)
     return Gradients(dq, dk, dv, None, dsink)
 
 
 def _travel(comm: Communicator, call: Call, k: Any, v: Any) -> Iterator[tuple[int, _Block]]:
     """The block of each step; while the caller computes with one, the next is on its way."""
-    block = [namespace(a).ascontiguousarray(a) for a in (k, v)]
+    block = [namespace(a).ascontiguousarray(by_heads(a, call.layout)) for a in (k, v)]
     steps = _steps(call.queries, call.keys, call.whole)
     for step in range(steps):
         pending, following = None, block
@@ -192,7 +199,7 @@ def _pass_on(
     """Begin to send a block so many ranks on, and to receive the one that belongs to a step."""
     to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
     seqlen = rows_in(call.keys[_owner(comm, step)])
-    following = [_with_rows(a, seqlen, call.layout) for a in block]
+    following = [namespace(a).empty((*a.shape[:-2], seqlen, a.shape[-1]), a.dtype) for a in block]
     pending = comm.start([(a, to) for a in block], [(a, source) for a in following])
     return pending, following
 
@@ -219,13 +226,6 @@ def _steps(
     return 1
 
 
-def _with_rows(a: Any, seqlen: int, layout: str) -> Any:
-    """An array like `a`, to be filled, with so many rows."""
-    shape = list(a.shape)
-    shape[axis_of(layout, a.ndim)] = seqlen
-    return namespace(a).empty(shape, a.dtype)
-
-
 class _Scores:
     """What is done to the scores of a part."""
 
@@ -235,7 +235,7 @@ class _Scores:
 
     def options(self, part: Part) -> dict[str, Any]:
         """Of `attention`."""
-        options = {"window": part.window, **self._call.options("layout")}
+        options = {"window": part.window, **self._call.options()}
         if part.piece.side == "across":
             return {**options, "alibi_slopes": self._given}
         if part.piece.side:
@@ -252,44 +252,12 @@ class _Scores:
         return lse + sign * of_rows[(0,) * max(0, of_rows.ndim - lse.ndim)]
 
 
-def _attend(call: Call, scores: _Scores, q: Any, block: _Block, part: Part) -> tuple[Any, Any]:
+def _attend(scores: _Scores, rows: Any, block: _Block, part: Part) -> tuple[Any, Any]:
     """Out and lse of one call."""
-    k, v = (some_rows(a, part.keys, call.layout) for a in block)
-    rows = some_rows(q, part.rows, call.layout)
-    out, lse = attention(rows, k, v, return_lse=True, **scores.options(part))
+    k, v = (a[..., part.keys, :] for a in block)
+    q = rows[..., part.rows, :]
+    out, lse = attention(q, k, v, return_lse=True, **scores.options(part))
     return out, scores.moved(lse, part, -1)
-
-
-class _Sums:
-    """Results of a rank's queries over the keys of all parts so far, the sink first."""
-
-    def __init__(self, call: Call, q: Any, sink: Any) -> None:
-        xp, own = namespace(q), call.own
-        self._layout = call.layout
-        self.out = xp.zeros(own.out_shape, own.accumulator)
-        self.lse = xp.full(own.lse_shape, -np.inf, own.accumulator)
-        self._is_empty = sink is None
-        if sink is not None:  # a key of value 0
-            logits = narrowed(sink, own.accumulator)[:, None]
-            self.lse[...] = logits.reshape(logits.shape if q.ndim > 2 else (1,))
-
-    def add(self, part: Part, out: Any, lse: Any) -> None:
-        """As `merge` does, in place: there is as much to be added as there is to be computed."""
-        here = some_rows(self.out, part.rows, self._layout)
-        if self._is_empty:
-            here[...], self.lse[..., part.rows] = out, lse
-            self._is_empty = False
-            return
-        with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
-            both, *weights = merged_weights(namespace(lse), self.lse[..., part.rows], lse)
-            kept, added = (w[..., None] for w in weights)
-            if axis_of(self._layout, out.ndim) == -3:
-                kept, added = kept.swapaxes(-2, -3), added.swapaxes(-2, -3)
-            weighted = out.astype(here.dtype)
-            weighted *= added
-            here *= kept
-            here += weighted
-        self.lse[..., part.rows] = both
 
 
 class _Backward:
@@ -298,52 +266,52 @@ class _Backward:
     def __init__(
         self, call: Call, scores: _Scores, q: Any, saved: Saved, deterministic: bool
     ) -> None:
-        self._call, self._scores, self._q, self._saved = call, scores, q, saved
-        self._deterministic = deterministic
-        self.dq = namespace(q).zeros(q.shape, call.own.accumulator)
+        self._call, self._scores, self._deterministic = call, scores, deterministic
+        self._q, self._dout, self._out = (
+            by_heads(a, call.layout) for a in (q, saved.dout, saved.out)
+        )
+        rows = self._q.shape[:-1]
+        self._lse = saved.lse.reshape(rows)
+        self._dlse = None if saved.dlse is None else saved.dlse.reshape(rows)
+        self._dq = self._sum()
+
+    def dq(self) -> Any:
+        """Of axes (..., heads, rows, head_dim)."""
+        return self._dq.finish(self._q.shape)
 
     def gradients(self, block: _Block, parts: tuple[Part, ...]) -> _Block:
         """What these queries add to the gradients of a block; adds to their own."""
-        wide, sums = self.dq.dtype, list[Any]()
+        sums = [self._sum() for _ in block]
         for part in parts:
             found = self._of_part(block, part)
-            self._add(self.dq, part.rows, found.dq)
-            if not sums and found.dk.shape == block[0].shape:  # of all its keys
-                sums = [a.astype(wide, copy=False) for a in (found.dk, found.dv)]
-                continue
-            sums = sums or _zeros(block, wide)
+            self._dq.add(part.rows, self._q.shape[-2], found.dq)
             for total, gradient in zip(sums, (found.dk, found.dv), strict=True):
-                self._add(total, part.keys, gradient)
-        return sums or _zeros(block, wide)
+                total.add(part.keys, block[0].shape[-2], gradient)
+        wide = self._call.own.accumulator
+        both = zip(sums, block, strict=True)
+        return [total.finish(a.shape).astype(wide, copy=False) for total, a in both]
 
     def of_sink(self, comm: Communicator, k: Any, v: Any, sink: Any) -> Any:
         """The gradient of the sink, which no key has a part in."""
-        none = slice(0, 0)
-        k, v = (some_rows(a, none, self._call.layout) for a in (k, v))
-        dout, out, lse, dlse = self._saved
+        k, v = (by_heads(a, self._call.layout)[..., :0, :] for a in (k, v))
         wide = narrowed(sink, self._call.own.accumulator)
-        options = {**self._call.options("layout"), "sink": wide, "wrt": "sink"}
-        found = attention_backward(dout, self._q, k, v, out, lse, dlse=dlse, **options)
-        comm.all_reduce(found.dsink).wait()
-        return found.dsink.astype(sink.dtype)
+        options = {"dlse": self._dlse, "sink": wide, "wrt": "sink", **self._call.options()}
+        rows = (self._out, self._lse)
+        dsink = attention_backward(self._dout, self._q, k, v, *rows, **options).dsink
+        comm.all_reduce(dsink).wait()
+        return dsink.astype(sink.dtype)
 
     def _of_part(self, block: _Block, part: Part) -> Gradients:
-        layout, saved = self._call.layout, self._saved
-        k, v = (some_rows(a, part.keys, layout) for a in block)
-        q, dout, out = (some_rows(a, part.rows, layout) for a in (self._q, saved.dout, saved.out))
-        dlse = None if saved.dlse is None else saved.dlse[..., part.rows]
-        lse = self._scores.moved(saved.lse[..., part.rows], part, 1)
+        k, v = (a[..., part.keys, :] for a in block)
+        q, dout, out = (a[..., part.rows, :] for a in (self._q, self._dout, self._out))
+        lse = self._scores.moved(self._lse[..., part.rows], part, 1)
+        dlse = None if self._dlse is None else self._dlse[..., part.rows]
         options = {**self._scores.options(part), "deterministic": self._deterministic}
         wrt = ("q", "k", "v")
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse, wrt=wrt, **options)
 
-    def _add(self, total: Any, rows: slice, gradient: Any) -> None:
-        here = some_rows(total, rows, self._call.layout)
-        here += gradient.astype(total.dtype)
-
-
-def _zeros(block: _Block, dtype: Any) -> _Block:
-    return [namespace(a).zeros(a.shape, dtype) for a in block]
+    def _sum(self) -> GradientSum:
+        return GradientSum(namespace(self._q), self._call.own.accumulator)
 
 
 class _Home:

@@ -10,7 +10,10 @@ from cufa.attention import merged_weights
 
 
 class RunningOutput:
-    """Output and lse of a block of queries over the keys that it has met."""
+    """Output and lse of a block of queries over the keys that it has met.
+
+    Of axes (..., heads, rows, head_dim_v) and (..., heads, rows).
+    """
 
     def __init__(self, xp: Any, accumulator: str) -> None:
         self._xp, self._accumulator = xp, accumulator
@@ -22,14 +25,14 @@ class RunningOutput:
         if self._out is None and rows == slice(0, count):
             self._out, self._lse = out, lse  # most often the only one: as attention has given it
             return
-        self._widen((out.shape[0], count, out.shape[2]))
-        target = self._out[:, rows]
-        merged, kept, added = merged_weights(self._xp, self._lse[:, rows], lse)
+        self._widen((*out.shape[:-2], count, out.shape[-1]))
+        target = self._out[..., rows, :]
+        merged, kept, added = merged_weights(self._xp, self._lse[..., rows], lse)
         weighted = out.astype(self._accumulator)
         weighted *= added[..., None]
         target *= kept[..., None]
         target += weighted
-        self._lse[:, rows] = merged
+        self._lse[..., rows] = merged
 
     def finish(self, shape: tuple[int, ...], sink: Any) -> tuple[Any, Any]:
         """What there is, with a sink for each head; to begin anew."""
@@ -46,12 +49,12 @@ class RunningOutput:
         """The accumulator's dtype from now on."""
         if self._out is None:
             self._out = self._xp.zeros(shape, self._accumulator)
-            self._lse = self._xp.full(shape[:2], -np.inf, self._accumulator)
+            self._lse = self._xp.full(shape[:-1], -np.inf, self._accumulator)
         self._out = self._out.astype(self._accumulator, copy=False)
 
 
 class GradientSum:
-    """The sum of what pieces add to a gradient of a block."""
+    """The sum of what pieces add to a gradient of a block, of axes (..., rows, head_dim)."""
 
     def __init__(self, xp: Any, accumulator: str) -> None:
         self._xp, self._accumulator = xp, accumulator
@@ -63,9 +66,10 @@ class GradientSum:
             self._total = part
             return
         if self._total is None:
-            self._total = self._xp.zeros((part.shape[0], count, part.shape[2]), self._accumulator)
+            shape = (*part.shape[:-2], count, part.shape[-1])
+            self._total = self._xp.zeros(shape, self._accumulator)
         self._total = self._total.astype(self._accumulator, copy=False)
-        target = self._total[:, where]  # CuPy would copy the sum once more into an item
+        target = self._total[..., where, :]  # CuPy would copy the sum once more into an item
         target += part.astype(self._accumulator, copy=False)
 
     def finish(self, shape: tuple[int, ...]) -> Any:
