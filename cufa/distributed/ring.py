@@ -94,7 +94,7 @@ def ring_attention(
     arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     call = agree_on(comm, "ring_attention", arrays, options, split, others)
-    with comm.together("ring_attention"):
+    with comm.together("ring_attention"), np.errstate(all="ignore"):  # log(0), and NaN that came
         running = RunningOutput(namespace(q), call.own.accumulator)
         scores, rows = _Scores(call, alibi_slopes), by_heads(q, layout)
         for step, block in _travel(comm, call, k, v):
@@ -102,8 +102,7 @@ def ring_attention(
                 running.add(part.rows, rows.shape[-2], *_attend(scores, rows, block, part))
         shape = (*rows.shape[:-1], v.shape[-1])
         sink = None if sink is None else narrowed(sink, call.own.accumulator)
-        with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
-            out, lse = running.finish(shape, sink)
+        out, lse = running.finish(shape, sink)
         out = as_given(out.astype(q.dtype, copy=False), q, layout)
     return (out, lse.reshape(call.own.lse_shape)) if return_lse else out
 
@@ -165,7 +164,7 @@ def ring_attention_backward(
     options = options_of(causal, window, softcap, scale, layout, algorithm)
     name = "ring_attention_backward"
     call = agree_on(comm, name, arrays, options, split, others, saved, deterministic)
-    with comm.together(name):
+    with comm.together(name), np.errstate(all="ignore"):  # as attention: overflow is infinite
         scores = _Scores(call, alibi_slopes)
         work = _Backward(call, scores, q, saved, bool(deterministic))
         home = _Home(comm, call)
@@ -173,9 +172,8 @@ def ring_attention_backward(
             home.add(step, work.gradients(block, _parts(comm, call, step)))
         dk, dv = home.arrive()
         dsink = None if sink is None else work.of_sink(comm, k, v, sink)
-        with np.errstate(over="ignore"):  # a gradient beyond the dtype's range is infinite
-            found = (a.astype(q.dtype, copy=False) for a in (work.dq(), dk, dv))
-            dq, dk, dv = (as_given(a, q, layout) for a in found)
+        found = (a.astype(q.dtype, copy=False) for a in (work.dq(), dk, dv))
+        dq, dk, dv = (as_given(a, q, layout) for a in found)
     return Gradients(dq, dk, dv, None, dsink)
 
 
