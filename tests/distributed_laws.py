@@ -43,6 +43,8 @@ few = settings(max_examples=max(8, settings().max_examples // 4))
 @st.composite
 def problems(draw: st.DrawFn, **fixed: Any) -> tuple[Case, Any, Any, bool]:
     """Problems, and where ranks begin and end, in fractions of the sequences."""
+    causal = st.sampled_from([False, True, True, "top_left"])  # which most of it is about
+    fixed = {"causal": causal, **fixed}
     case = draw(testing.cases(features=FEATURES, max_elements=1 << 16, **fixed))
     if case.alibi and case.causal:  # about one diagonal
         case = replace(case, causal=True)
