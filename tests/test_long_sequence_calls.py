@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import cufa
 from cufa import (
@@ -175,6 +176,11 @@ def test_what_attention_refuses_is_refused(kind, message, options):
     [
         (ShapeError, "dk has shape", lambda q, k, v: {"dk": np.empty((2, 3, 8), "f4")}),
         (DTypeError, "dv is float64", lambda q, k, v: {"dv": np.empty((2, 100, 8))}),
+        (
+            ShapeError,
+            r"dk has strides \(0, 32, 4\) .* elements overlap in memory",
+            lambda q, k, v: {"dk": as_strided(np.empty_like(k), k.shape, (0, 32, 4))},
+        ),
         (ArgumentError, "dq shares memory with k", lambda q, k, v: {"dq": k}),
         (ArgumentError, "dv is read-only", lambda q, k, v: {"dv": read_only(np.empty_like(v))}),
         (
