@@ -154,6 +154,32 @@ def test_gradients_in_blocks_are_those_of_the_formula(case, sizes):
     assert_gradients_within_rounding(got, without_bias(gradients_in_blocks(case, sizes)))
 
 
+def test_rows_that_see_no_key_have_no_gradients_however_steep_alibi_is():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 90, 8), dtype=np.float32)
+    mask = np.ones((90, 90), bool)
+    mask[70] = False
+    options = {"mask": mask, "alibi_slopes": np.full(2, 1e38)}  # infinite times a distance
+    out, lse = cufa.attention(q, k, v, return_lse=True, **options)
+    got = LongSequenceAttention(20, device="cpu").backward(out, q, k, v, out, lse, **options)
+    want = cufa.attention_backward(out, q, k, v, out, lse, **options)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_nothing_is_warned_of_where_numbers_overflow(dtype):
+    q, k, v = np.ones((3, 2, 50, 8), dtype)
+    sink = np.ones(2, dtype)
+    long = LongSequenceAttention(20, device="cpu")
+    out, lse = long(q, k, v, sink=sink, return_lse=True)
+    dout = np.full_like(out, 6e4)
+    dout[0, 0, 0], dout[0, 1, 0] = np.inf, -np.inf
+    dsink = long.backward(dout, q, k, v, out, lse, sink=sink).dsink
+    want = cufa.attention_backward(dout, q, k, v, out, lse, sink=sink).dsink
+    np.testing.assert_allclose(dsink, want, rtol=1e-3)
+
+
 def problem_of(call, **options):
     arrays = cufa.arrays.Arrays(*call)
     given = {"causal": False, "window": None, "softcap": None, "scale": None, "layout": "bhsd"}

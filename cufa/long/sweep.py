@@ -366,7 +366,10 @@ def _gradients(
 ) -> Any:
     """What a piece adds to the gradients: with the output and lse over all keys, its share."""
     if piece.side in ("left", "right"):  # the lse of scores that lack what ALiBi takes of the row
-        arrays = {**arrays, "lse": arrays["lse"] + sweep.alibi_of_rows(block, piece)}
+        lse = arrays["lse"]
+        shifted = lse + sweep.alibi_of_rows(block, piece)
+        # A row that sees no key keeps -inf, also where what ALiBi takes is infinite.
+        arrays = {**arrays, "lse": sweep.xp.where(lse == -np.inf, lse, shifted)}
     return attention_backward(**arrays, **options, wrt=wrt)
 
 
