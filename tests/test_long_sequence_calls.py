@@ -81,7 +81,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, what):
     want = run_killed(tmp_path / "whole", -1, what).stdout
     killed = run_killed(tmp_path / "killed", 7, what)
     assert killed.returncode == -signal.SIGKILL
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*.npz")}
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*.block")}
     assert files
     resumed = run_killed(tmp_path / "killed", -1, what)
     assert want
@@ -121,13 +121,48 @@ def test_a_folder_of_another_run_is_refused(tmp_path, other, named):
     np.testing.assert_array_equal(long(*call, checkpoint_dir=tmp_path), want)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 9])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b"x" * 9,
+        lambda b: b + b"x",
+        lambda b: bytes([b[0] ^ 1]) + b[1:],
+        lambda b: b[:-1] + bytes([b[-1] ^ 1]),
+        lambda b: b[:10] + bytes([b[10] ^ 64]) + b[11:],  # of a zip file, how it is compressed
+    ],
+)
+@pytest.mark.filterwarnings("error")
 def test_a_damaged_file_counts_as_none(tmp_path, damage):
     long, call = LongSequenceAttention(40, device="cpu"), call_of()
     want = long(*call, checkpoint_dir=tmp_path)
-    file = min(tmp_path.glob("*.npz"))
+    file = min(tmp_path.glob("*.block"))
     file.write_bytes(damage(file.read_bytes()))
     np.testing.assert_array_equal(long(*call, checkpoint_dir=tmp_path), want)
+
+
+def folder_that_is_a_file(tmp_path):
+    tmp_path.joinpath("file").write_text("")
+    return tmp_path / "file"
+
+
+def folder_of_something_else(tmp_path):
+    tmp_path.joinpath("problem.json").write_text("[1]")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "folder"),
+    [
+        (DTypeError, "checkpoint_dir is 3, a int; it must be a path", lambda _: 3),
+        (ArgumentError, "file', which cannot be used .*File exists", folder_that_is_a_file),
+        (ArgumentError, "problem.json is not one of a run", folder_of_something_else),
+    ],
+)
+def test_a_folder_that_is_none_is_refused(tmp_path, kind, message, folder):
+    with pytest.raises(kind, match=message):
+        LongSequenceAttention(40, device="cpu")(*call_of(), checkpoint_dir=folder(tmp_path))
 
 
 @pytest.mark.parametrize(

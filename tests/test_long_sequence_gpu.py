@@ -134,7 +134,7 @@ def test_a_run_on_a_card_goes_on_from_its_blocks(cupy, tmp_path):
     interrupted = LongSequenceAttention(512, device="gpu", progress=stop)
     with pytest.raises(KeyboardInterrupt):
         interrupted(q, k, v, causal=True, checkpoint_dir=tmp_path)
-    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.npz")}
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.block")}
     assert kept
     again = LongSequenceAttention(512, device="gpu")
     np.testing.assert_array_equal(again(q, k, v, causal=True, checkpoint_dir=tmp_path), want)

@@ -149,8 +149,8 @@ class LongSequenceAttention:
             contiguous, sharing no memory with an input.
         checkpoint_dir : path, default None
             A folder for finished blocks of queries, made if it is not there. A call that was killed
-            goes on from these if it is made again. They stay when all are done; delete the folder
-            then.
+            goes on from these if it is made again. That inputs are still the same is checked for
+            sampled rows only. The files stay when all are done; delete the folder then.
 
         Returns
         -------
@@ -161,7 +161,8 @@ class LongSequenceAttention:
         Raises
         ------
         ArgumentError
-            As in `cufa.attention`; `max_bytes` is too small; `checkpoint_dir` holds another run.
+            As in `cufa.attention`; `max_bytes` is too small; `checkpoint_dir` holds another run, or
+            cannot be used.
         DeviceError, DTypeError, ShapeError
             As in `cufa.attention`; there is no card.
         UnsupportedError
@@ -233,7 +234,7 @@ class LongSequenceAttention:
             What the call was made with.
         dq, dk, dv : array, default None
             Where to put a gradient, such as a `numpy.memmap`: shape and dtype of its input, sharing
-            no memory with an input.
+            no memory with an input or each other, no two elements in one place.
         checkpoint_dir : path, default None
             As in the call; another folder.
 
