@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -235,10 +236,15 @@ def test_gradients_that_fit_nowhere_are_refused(kind, message, targets):
         )
 
 
-def test_max_bytes_that_are_too_few_are_named():
-    long = LongSequenceAttention(50, max_bytes=1000, device="cpu")
-    with pytest.raises(ArgumentError, match=r"max_bytes is 1000; a block of 50 queries .* take \d"):
-        long(*call_of())
+@pytest.mark.parametrize("block_size", [None, 50])
+def test_max_bytes_that_are_too_few_are_named_and_those_that_do(block_size):
+    few = LongSequenceAttention(block_size, max_bytes=1000, device="cpu")
+    with pytest.raises(ArgumentError, match=r"max_bytes is 1000; a block .* pass at") as got:
+        few(*call_of(n=300))
+    assert ("smaller block_size" in str(got.value)) == (block_size is not None)
+    enough = int(re.search(r"take (\d+)", str(got.value))[1])
+    for_all = LongSequenceAttention(block_size, max_bytes=enough, device="cpu")
+    assert for_all.plan(*call_of(n=300)).bytes == enough
 
 
 def test_a_card_is_asked_for_in_vain(monkeypatch):
