@@ -225,7 +225,15 @@ class Sweep(ABC):
         distance = last - j if piece.side == "left" else j - first
         return -(slopes[:, None, None] * distance.astype(slopes.dtype))
 
-    def alibi_of_rows(self, block: Block, piece: Piece) -> Any:
+    def move_lse(self, block: Block, piece: Piece, lse: Any, sign: int) -> Any:
+        """lse of rows (`sign` -1) without and (1) with what ALiBi takes of their nearest keys.
+
+        A row that sees no key keeps -inf, also where what ALiBi takes is infinite.
+        """
+        moved = lse + sign * self._alibi_of_rows(block, piece)
+        return self.xp.where(lse == -np.inf, lse, moved)
+
+    def _alibi_of_rows(self, block: Block, piece: Piece) -> Any:
         """What ALiBi takes from the scores of each row's nearest key; shape (heads, rows)."""
         i = self.xp.arange(piece.rows.start, piece.rows.stop)
         i = i + self.problem.seqlen_k - self.problem.seqlen_q
@@ -286,7 +294,7 @@ class Forward(Sweep):
         q, k, v = (arrays[name] for name in ("q", "k", "v"))
         out, lse = attention(q, k, v, return_lse=True, **options)
         if piece.side in ("left", "right"):
-            lse -= self.alibi_of_rows(block, piece)
+            lse = self.move_lse(block, piece, lse, -1)
         rows = _within(piece.rows, block.outer)
         self._running.add(rows, block.outer.stop - block.outer.start, out, lse)
 
@@ -366,10 +374,7 @@ def _gradients(
 ) -> Any:
     """What a piece adds to the gradients: with the output and lse over all keys, its share."""
     if piece.side in ("left", "right"):  # the lse of scores that lack what ALiBi takes of the row
-        lse = arrays["lse"]
-        shifted = lse + sweep.alibi_of_rows(block, piece)
-        # A row that sees no key keeps -inf, also where what ALiBi takes is infinite.
-        arrays = {**arrays, "lse": sweep.xp.where(lse == -np.inf, lse, shifted)}
+        arrays = {**arrays, "lse": sweep.move_lse(block, piece, arrays["lse"], 1)}
     return attention_backward(**arrays, **options, wrt=wrt)
 
 
