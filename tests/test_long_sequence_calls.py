@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +252,37 @@ def test_a_card_is_asked_for_in_vain(monkeypatch):
     monkeypatch.setattr(long_call, "_streaming", lambda: None)
     with pytest.raises(DeviceError, match="device is 'gpu' and CuPy finds none"):
         LongSequenceAttention(device="gpu")(*call_of())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_nothing_is_warned_of_where_numbers_overflow(dtype):
+    q, k, v = np.ones((3, 2, 50, 8), dtype)
+    sink = np.ones(2, dtype)
+    long = LongSequenceAttention(20, device="cpu")
+    out, lse = long(q, k, v, sink=sink, return_lse=True)
+    dout = np.full_like(out, 6e4)
+    dout[0, 0, 0], dout[0, 1, 0] = np.inf, -np.inf
+    dsink = long.backward(dout, q, k, v, out, lse, sink=sink).dsink
+    want = cufa.attention_backward(dout, q, k, v, out, lse, sink=sink).dsink
+    np.testing.assert_allclose(dsink, want, rtol=1e-3)
+
+
+def test_one_object_serves_several_calls_at_once():
+    """Even one that is made in the middle of another."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 60, 8), dtype=np.float32)
+    inner = []
+
+    def call_again(done, total):
+        if done == 2 and not inner:
+            inner.append(0)
+            inner.append(long(q, k, v))
+
+    long = LongSequenceAttention(20, device="cpu", progress=call_again)
+    want = LongSequenceAttention(20, device="cpu")(q, k, v)
+    with ThreadPoolExecutor(4) as threads:
+        outer = [*threads.map(lambda _: long(q, k, v), range(8))]
+    np.testing.assert_array_equal(np.stack([*outer, *inner[1:]]), np.stack([want] * 9))
 
 
 def test_no_heads_have_no_gradients():

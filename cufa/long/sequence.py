@@ -139,7 +139,7 @@ class LongSequenceAttention:
         Parameters
         ----------
         q, k, v : array
-            As in `cufa.attention`: all in host memory, or all on one card.
+            As in `cufa.attention`, but NumPy's or CuPy's: all in host memory, or all on one card.
         causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout, return_lse
             As in `cufa.attention`. A mask and a bias are taken block by block too.
         dropout_p : float, default 0.0
