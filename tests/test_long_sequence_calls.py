@@ -314,13 +314,19 @@ def test_the_example_checks_itself(tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("5TB", "5TB is not a size"), ("1", "max_bytes is 1; a block of 128")]
+    ("option", "message"),
+    [
+        ("5TB", "5TB is not a size"),
+        ("1", "--max-bytes: max_bytes is 1; a block of 128"),
+        ("1400KiB", "--max-bytes: max_bytes is 1433600; a block"),  # too few for gradients
+    ],
 )
-def test_the_example_refuses_a_size_that_is_none(option, message):
-    command = [sys.executable, str(EXAMPLE), "--tokens", "200", "--max-bytes", option]
+def test_the_example_refuses_a_size_that_does_not_do(option, message):
+    command = [sys.executable, str(EXAMPLE), "--tokens", "200", "--max-bytes", option, "--backward"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 FILE = """
