@@ -315,14 +315,26 @@ def _check_out(out: ArrayFacts, shape: Shape, q: ArrayFacts) -> None:
             f"out has stride {out.strides[-1]} bytes along its last axis; that axis must be "
             "contiguous"
         )
+    check_apart("out", out)
+
+
+def check_apart(name: str, a: ArrayFacts) -> None:
+    """Raise if two elements of an array that is to be written lie in one place.
+
+    Raises
+    ------
+    ShapeError
+    """
+    if 0 in a.shape:  # NumPy gives empty arrays strides of 0
+        return
     # Axes from the innermost out: each must step over all that lies inside it.
-    reach = 0
+    reach = a.dtype.itemsize - 1
     for stride, size in sorted(
-        (abs(s), n) for s, n in zip(out.strides, out.shape, strict=True) if n > 1
+        (abs(s), n) for s, n in zip(a.strides, a.shape, strict=True) if n > 1
     ):
         if stride <= reach:
             raise ShapeError(
-                f"out has strides {out.strides} for shape {out.shape}: elements overlap in memory"
+                f"{name} has strides {a.strides} for shape {a.shape}: elements overlap in memory"
             )
         reach += stride * (size - 1)
 

@@ -139,7 +139,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--max-bytes", type=size_in_bytes, help="of the card's memory; default: 1GiB")
     add("--block-size", type=positive, help="default: the longest blocks that fit")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
-    add("--from-file", type=Path, metavar="FOLDER", help="q, k, v and out are files in it")
+    add("--from-file", type=Path, metavar="FOLDER", help="q, k, v and out are files made in it")
     add("--backward", action="store_true", help="the gradients too")
     add("--check", action="store_true", help="hold sampled rows against float64")
     return parser.parse_args(arguments)
@@ -156,7 +156,10 @@ def main(arguments: list[str] | None = None) -> int:
     q, k, v, out = arrays.values()
     blocks = {"block_size": options.block_size, "max_bytes": options.max_bytes}
     try:
-        plan = cufa.LongSequenceAttention(**blocks).plan(q, k, v, causal=causal)
+        long = cufa.LongSequenceAttention(**blocks)
+        plan = long.plan(q, k, v, causal=causal)
+        if options.backward:  # takes more than the forward pass: refuse it before that
+            long.plan(q, k, v, causal=causal, backward=True)
     except cufa.ArgumentError as error:
         sys.exit(f"--max-bytes: {error}")
 

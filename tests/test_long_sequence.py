@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 import sys
+import threading
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,24 @@ def test_gradients_in_blocks_are_those_of_the_formula(case, sizes):
     assert_gradients_within_rounding(got, without_bias(gradients_in_blocks(case, sizes)))
 
 
+@pytest.mark.parametrize("slope", [1e38, -1e38])
+def test_a_row_that_sees_no_key_is_zero_however_steep_alibi_is(slope):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 90, 8), dtype=np.float32)
+    mask = np.ones((90, 90), bool)
+    mask[70] = False
+    options = {"mask": mask, "alibi_slopes": np.full(2, slope)}  # infinite times a distance
+    long = LongSequenceAttention(20, device="cpu")
+    out, lse = long(q, k, v, return_lse=True, **options)
+    assert (out[:, 70] == 0).all()
+    assert (lse[:, 70] == -np.inf).all()
+    saved = cufa.attention(q, k, v, return_lse=True, **options)
+    got = long.backward(v, q, k, v, *saved, **options)
+    want = cufa.attention_backward(v, q, k, v, *saved, **options)
+    assert (got.dq[:, 70] == 0).all()
+    for a, b in zip(got[1:3], want[1:3], strict=True):
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+
+
 def problem_of(call, **options):
     arrays = cufa.arrays.Arrays(*call)
     given = {"causal": False, "window": None, "softcap": None, "scale": None, "layout": "bhsd"}
@@ -279,6 +298,28 @@ def test_blocks_that_nobody_sees_are_not_copied(paper):
 
 
 @pytest.mark.usefixtures("paper")
+def test_what_progress_raises_ends_the_call_and_its_threads():
+    def stop(done, total):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    call = np.ones((3, 1, 300, 8), np.float32)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        LongSequenceAttention(100, device="gpu", progress=stop)(*call)
+    assert threading.active_count() == before
+
+
+def test_blocks_hidden_by_the_lowest_number_count_alike():
+    """What docs/long.md says of a row whose lse cannot tell how many keys a block has."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 25, 4), dtype=np.float32)
+    bias = np.full((25, 25), np.finfo(np.float32).min)
+    out = LongSequenceAttention((25, 20), device="cpu")(q, k, v, bias=bias)
+    means = v[:, :20].mean(1, keepdims=True), v[:, 20:].mean(1, keepdims=True)
+    np.testing.assert_allclose(out, np.broadcast_to(sum(means) / 2, out.shape), atol=1e-6)
+
+
+@pytest.mark.usefixtures("paper")
 def test_keys_that_fit_are_copied_once(paper):
     q, k, v = np.ones((3, 1, 800, 8), np.float32)
     LongSequenceAttention((100, 400), device="gpu")(q, k, v)
@@ -290,13 +331,12 @@ def test_progress_goes_up_to_the_total(case, sizes, backward):
     steps = []
     long = LongSequenceAttention(sizes, device="cpu", progress=lambda *step: steps.append(step))
     arrays, options = case.arrays(np), case.options(np)
-    kept = {n: options[n] for n in ("causal", "window", "layout") if n in options}
     if backward:
         out, lse = cufa.attention(*arrays, return_lse=True, **options)
         long.backward(case.back(np)[0], *arrays, out, lse, **options)
     else:
         long(*arrays, **options)
-    total = long.plan(*arrays, backward=backward, **kept).pairs
+    total = long.plan(*arrays, backward=backward, **options).pairs
     assert steps == [(done, total) for done in range(total + 1)]
 
 
@@ -321,8 +361,7 @@ def test_memory_is_what_the_plan_says(monkeypatch, option, backward):
     }
     options = {option: values[option]}
     long = LongSequenceAttention(500, device="gpu")
-    known = {} if option == "sink" else options
-    plan = long.plan(q, k, v, backward=backward, **known)
+    plan = long.plan(q, k, v, backward=backward, **options)
     out, lse = cufa.attention(q, k, v, return_lse=True, **options)
     results = 3 * q.nbytes + lse.nbytes if backward else out.nbytes + lse.nbytes
     tracemalloc.start()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import doctest
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import cufa
 from cufa import (
@@ -80,7 +83,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, what):
     want = run_killed(tmp_path / "whole", -1, what).stdout
     killed = run_killed(tmp_path / "killed", 7, what)
     assert killed.returncode == -signal.SIGKILL
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*.npz")}
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*.block")}
     assert files
     resumed = run_killed(tmp_path / "killed", -1, what)
     assert want
@@ -92,11 +95,19 @@ def call_of(rng=0, n=100):
     return tuple(np.random.default_rng(rng).standard_normal((3, 2, n, 8), dtype=np.float32))
 
 
+def touched(q, k, v):
+    """The same but for one number."""
+    v = v.copy()
+    v[1, 57, 3] += 1
+    return q, k, v
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [
         (lambda long, call, to: long(*call, causal=True, checkpoint_dir=to), "causal is"),
         (lambda long, call, to: long(*call_of(1), checkpoint_dir=to), "digest of inputs is"),
+        (lambda long, call, to: long(*touched(*call), checkpoint_dir=to), "digest of inputs is"),
         (lambda long, call, to: long(*call_of(n=90), checkpoint_dir=to), "shape of q is"),
         (
             lambda long, call, to: LongSequenceAttention(20, device="cpu")(
@@ -120,13 +131,48 @@ def test_a_folder_of_another_run_is_refused(tmp_path, other, named):
     np.testing.assert_array_equal(long(*call, checkpoint_dir=tmp_path), want)
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"x" * 9])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b"x" * 9,
+        lambda b: b + b"x",
+        lambda b: bytes([b[0] ^ 1]) + b[1:],
+        lambda b: b[:-1] + bytes([b[-1] ^ 1]),
+        lambda b: b[:10] + bytes([b[10] ^ 64]) + b[11:],  # of a zip file, how it is compressed
+    ],
+)
+@pytest.mark.filterwarnings("error")
 def test_a_damaged_file_counts_as_none(tmp_path, damage):
     long, call = LongSequenceAttention(40, device="cpu"), call_of()
     want = long(*call, checkpoint_dir=tmp_path)
-    file = min(tmp_path.glob("*.npz"))
+    file = min(tmp_path.glob("*.block"))
     file.write_bytes(damage(file.read_bytes()))
     np.testing.assert_array_equal(long(*call, checkpoint_dir=tmp_path), want)
+
+
+def folder_that_is_a_file(tmp_path):
+    tmp_path.joinpath("file").write_text("")
+    return tmp_path / "file"
+
+
+def folder_of_something_else(tmp_path):
+    tmp_path.joinpath("problem.json").write_text("[1]")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "folder"),
+    [
+        (DTypeError, "checkpoint_dir is 3, a int; it must be a path", lambda _: 3),
+        (ArgumentError, "file', which cannot be used .*File exists", folder_that_is_a_file),
+        (ArgumentError, "problem.json is not one of a run", folder_of_something_else),
+    ],
+)
+def test_a_folder_that_is_none_is_refused(tmp_path, kind, message, folder):
+    with pytest.raises(kind, match=message):
+        LongSequenceAttention(40, device="cpu")(*call_of(), checkpoint_dir=folder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -175,6 +221,11 @@ def test_what_attention_refuses_is_refused(kind, message, options):
     [
         (ShapeError, "dk has shape", lambda q, k, v: {"dk": np.empty((2, 3, 8), "f4")}),
         (DTypeError, "dv is float64", lambda q, k, v: {"dv": np.empty((2, 100, 8))}),
+        (
+            ShapeError,
+            r"dk has strides \(0, 32, 4\) .* elements overlap in memory",
+            lambda q, k, v: {"dk": as_strided(np.empty_like(k), k.shape, (0, 32, 4))},
+        ),
         (ArgumentError, "dq shares memory with k", lambda q, k, v: {"dq": k}),
         (ArgumentError, "dv is read-only", lambda q, k, v: {"dv": read_only(np.empty_like(v))}),
         (
@@ -194,16 +245,52 @@ def test_gradients_that_fit_nowhere_are_refused(kind, message, targets):
         )
 
 
-def test_max_bytes_that_are_too_few_are_named():
-    long = LongSequenceAttention(50, max_bytes=1000, device="cpu")
-    with pytest.raises(ArgumentError, match=r"max_bytes is 1000; a block of 50 queries .* take \d"):
-        long(*call_of())
+@pytest.mark.parametrize("block_size", [None, 50])
+def test_max_bytes_that_are_too_few_are_named_and_those_that_do(block_size):
+    few = LongSequenceAttention(block_size, max_bytes=1000, device="cpu")
+    with pytest.raises(ArgumentError, match=r"max_bytes is 1000; a block .* pass at") as got:
+        few(*call_of(n=300))
+    assert ("smaller block_size" in str(got.value)) == (block_size is not None)
+    enough = int(re.search(r"take (\d+)", str(got.value))[1])
+    for_all = LongSequenceAttention(block_size, max_bytes=enough, device="cpu")
+    assert for_all.plan(*call_of(n=300)).bytes == enough
 
 
 def test_a_card_is_asked_for_in_vain(monkeypatch):
     monkeypatch.setattr(long_call, "_streaming", lambda: None)
     with pytest.raises(DeviceError, match="device is 'gpu' and CuPy finds none"):
         LongSequenceAttention(device="gpu")(*call_of())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_nothing_is_warned_of_where_numbers_overflow(dtype):
+    q, k, v = np.ones((3, 2, 50, 8), dtype)
+    sink = np.ones(2, dtype)
+    long = LongSequenceAttention(20, device="cpu")
+    out, lse = long(q, k, v, sink=sink, return_lse=True)
+    dout = np.full_like(out, 6e4)
+    dout[0, 0, 0], dout[0, 1, 0] = np.inf, -np.inf
+    dsink = long.backward(dout, q, k, v, out, lse, sink=sink).dsink
+    want = cufa.attention_backward(dout, q, k, v, out, lse, sink=sink).dsink
+    np.testing.assert_allclose(dsink, want, rtol=1e-3)
+
+
+def test_one_object_serves_several_calls_at_once():
+    """Even one that is made in the middle of another."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 60, 8), dtype=np.float32)
+    inner = []
+
+    def call_again(done, total):
+        if done == 2 and not inner:
+            inner.append(0)
+            inner.append(long(q, k, v))
+
+    long = LongSequenceAttention(20, device="cpu", progress=call_again)
+    want = LongSequenceAttention(20, device="cpu")(q, k, v)
+    with ThreadPoolExecutor(4) as threads:
+        outer = [*threads.map(lambda _: long(q, k, v), range(8))]
+    np.testing.assert_array_equal(np.stack([*outer, *inner[1:]]), np.stack([want] * 9))
 
 
 def test_no_heads_have_no_gradients():
@@ -235,13 +322,19 @@ def test_the_example_checks_itself(tmp_path, options):
 
 
 @pytest.mark.parametrize(
-    ("option", "message"), [("5TB", "5TB is not a size"), ("1", "max_bytes is 1; a block of 128")]
+    ("option", "message"),
+    [
+        ("5TB", "5TB is not a size"),
+        ("1", "--max-bytes: max_bytes is 1; a block of 128"),
+        ("1400KiB", "--max-bytes: max_bytes is 1433600; a block"),  # too few for gradients
+    ],
 )
-def test_the_example_refuses_a_size_that_is_none(option, message):
-    command = [sys.executable, str(EXAMPLE), "--tokens", "200", "--max-bytes", option]
+def test_the_example_refuses_a_size_that_does_not_do(option, message):
+    command = [sys.executable, str(EXAMPLE), "--tokens", "200", "--max-bytes", option, "--backward"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 FILE = """

@@ -247,7 +247,7 @@ class _Scores:
             return lse
         xp = namespace(lse)
         of_rows = alibi.of_rows(xp, self._call.whole, part.piece, self._slopes)
-        return lse + sign * of_rows[(0,) * max(0, of_rows.ndim - lse.ndim)]
+        return alibi.moved(xp, lse, of_rows[(0,) * max(0, of_rows.ndim - lse.ndim)], sign)
 
 
 def _attend(scores: _Scores, rows: Any, block: _Block, part: Part) -> tuple[Any, Any]:

@@ -43,3 +43,11 @@ def of_rows(xp: Any, problem: Problem, piece: Piece, slopes: Any) -> Any:
     i = i + problem.seqlen_k - problem.seqlen_q
     distance = i - (piece.keys.stop - 1) if piece.side == "left" else piece.keys.start - i
     return slopes[..., None] * distance.astype(slopes.dtype)
+
+
+def moved(xp: Any, lse: Any, of_rows: Any, sign: int) -> Any:
+    """lse of rows without (`sign` -1) or with (1) what `of_rows` says.
+
+    A row that sees no key keeps -inf, also where what ALiBi takes is infinite.
+    """
+    return xp.where(lse == -xp.inf, lse, lse + sign * of_rows)

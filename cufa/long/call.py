@@ -23,7 +23,7 @@ from cufa.long.plan import Sizes
 from cufa.long.saved_blocks import SavedBlocks, digest
 from cufa.long.sweep import InPlace, Stage
 from cufa.options import plain_integer, plain_probability, shown
-from cufa.problem import Problem, Signature, make_problem, place_of
+from cufa.problem import Problem, Signature, check_apart, make_problem, place_of
 
 #: Of a signature, what tells one problem from another beside shapes and dtypes.
 _OPTIONS = ("causal", "window", "softcap", "scale", "layout")
@@ -94,6 +94,7 @@ def check_target(name: str, target: Any, like: Any, others: dict[str, Any]) -> N
         raise ShapeError(f"{name} has shape {facts.shape}; it must be {wanted.shape}")
     if facts.dtype != wanted.dtype:
         raise DTypeError(f"{name} is {facts.dtype}; it must be {wanted.dtype}")
+    check_apart(name, facts)
     check_writeable(name, target)
     for other, a in others.items():
         if a is not None and share_elements(target, a):

@@ -146,8 +146,8 @@ def choose_sizes(
         sizes = _clipped(problem, Sizes(1, *(block_size or (_STEP, _STEP))))
         raise ArgumentError(
             f"max_bytes is {max_bytes}; a block of {sizes.queries} queries and one of {sizes.keys} "
-            f"keys, of one key/value head, take {held_bytes(problem, sizes, backward)}"
-            + ("; or pass a smaller block_size" if block_size else "")
+            f"keys, of one key/value head, take {held_bytes(problem, sizes, backward)} bytes; "
+            f"pass at least as many{', or a smaller block_size' if block_size else ''}"
         )
     return best
 

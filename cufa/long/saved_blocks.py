@@ -7,22 +7,23 @@ there.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 import numpy as np
 
-from cufa.arrays import is_cupy, namespace
-from cufa.errors import ArgumentError
+from cufa.arrays import distinct, is_cupy, namespace
+from cufa.errors import ArgumentError, DTypeError
+from cufa.options import shown
 
-#: Rows of each input, first and last among them, that tell one input from another.
-_SAMPLED_ROWS = 64
+#: So many bytes of an input are read at a time to tell it from another.
+_READ = 1 << 24
 
 
 class SavedBlocks:
@@ -37,63 +38,106 @@ class SavedBlocks:
     Raises
     ------
     ArgumentError
-        The folder holds blocks of another run; the message names what differs.
+        The folder holds blocks of another run; the message names what differs. Or it cannot be
+        made, read or written.
+    DTypeError
+        `folder` is no path.
     """
 
     def __init__(self, folder: Any, identity: dict[str, Any]) -> None:
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        written = self._folder / "problem.json"
+        try:
+            self._folder = Path(folder)
+        except TypeError:
+            raise DTypeError(
+                f"checkpoint_dir is {shown(folder)}, a {type(folder).__name__}; it must be a path"
+            ) from None
+        given = f"checkpoint_dir is {os.fspath(folder)!r}"
         identity = json.loads(json.dumps(identity))
         try:
-            found = json.loads(written.read_text())
-        except FileNotFoundError:
-            text = json.dumps(identity, indent=1).encode()
-            _write(written, lambda file: file.write(text))
-            return
-        except ValueError:
-            found = {}
+            text = self._begin(json.dumps(identity, indent=1))
+        except (OSError, ValueError) as error:  # the latter for a name that holds a null
+            raise ArgumentError(
+                f"{given}, which cannot be used ({error}); pass a folder that can be written, or "
+                "that can be made"
+            ) from error
+        try:
+            found = dict(json.loads(text))
+        except (TypeError, ValueError):
+            raise ArgumentError(
+                f"{given}, whose problem.json is not one of a run; pass another folder, or delete "
+                "this one"
+            ) from None
         for name in {**identity, **found}:
             if identity.get(name) != found.get(name):
                 raise ArgumentError(
-                    f"checkpoint_dir is {os.fspath(folder)!r}, which holds blocks of another run: "
-                    f"{name} is {found.get(name)!r} there and {identity.get(name)!r} now; pass "
-                    "another folder, or delete this one"
+                    f"{given}, which holds blocks of another run: {name} is {found.get(name)!r} "
+                    f"there and {identity.get(name)!r} now; pass another folder, or delete this one"
                 )
+
+    def _begin(self, text: str) -> str:
+        """What problem.json holds: `text` from now on, if it was not there."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        written = self._folder / "problem.json"
+        try:
+            return written.read_text(errors="replace")
+        except FileNotFoundError:
+            _write(written, lambda file: file.write(text.encode()))
+            return text
 
     def load(self, name: str, targets: Sequence[Any]) -> bool:
         """Fill `targets` with what was saved of a block; False, and nothing, if there is none."""
+        try:
+            raw = np.fromfile(self._file(name), np.uint8)
+        except OSError:
+            return False
         # A file that was damaged since counts as none: the block is computed again.
-        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            with np.load(self._folder / f"{name}.npz") as file:
-                found = [file[f"arr_{n}"] for n in range(len(targets))]
-            arrays = [
-                raw.view(target.dtype).reshape(target.shape)
-                for raw, target in zip(found, targets, strict=True)
-            ]
-            for target, a in zip(targets, arrays, strict=True):
-                target[...] = namespace(target).asarray(a)
-            return True
-        return False
+        *parts, check = np.split(raw, np.cumsum([a.nbytes for a in targets]))
+        if check.tobytes() != _check_of(parts):
+            return False
+        for target, part in zip(targets, parts, strict=True):
+            a = part.view(target.dtype).reshape(target.shape)
+            target[...] = namespace(target).asarray(a)
+        return True
 
     def save(self, name: str, arrays: Sequence[Any]) -> None:
-        """Keep the results of a block."""
-        raw = [_bytes_of(a) for a in arrays]
-        _write(self._folder / f"{name}.npz", lambda file: np.savez(file, *raw))
+        """Keep the results of a block: their bytes, and a checksum."""
+        parts = [_bytes_of(a) for a in arrays]
+
+        def write(file: IO[bytes]) -> None:
+            for part in parts:
+                file.write(part.data)
+            file.write(_check_of(parts))
+
+        _write(self._file(name), write)
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.block"
+
+
+def _check_of(parts: Sequence[np.ndarray[Any, Any]]) -> bytes:
+    """A checksum of `parts`, one after the other."""
+    return reduce(lambda check, part: crc32(part.data, check), parts, 0).to_bytes(4, "little")
 
 
 def digest(arrays: dict[str, Any]) -> str:
-    """Of some rows of each array: two inputs that differ in one of these have two digests."""
+    """Of all that each array holds, axes that only repeat it counted once."""
     found = blake2b(digest_size=16)
     for name, a in arrays.items():
         found.update(name.encode())
-        for axis in range(a.ndim - 1):
-            count = a.shape[axis]
-            if count > _SAMPLED_ROWS:
-                rows = np.linspace(0, count - 1, _SAMPLED_ROWS, dtype=np.int64)
-                a = a[(slice(None),) * axis + ([*map(int, rows)],)]
-        found.update(_bytes_of(a).tobytes())
+        for part in _parts(distinct(a)):
+            found.update(_bytes_of(part).data)
     return found.hexdigest()
+
+
+def _parts(a: Any) -> Iterator[Any]:
+    """Views of an array, one after the other, of at most so many bytes as are read at a time."""
+    if a.nbytes <= _READ:
+        yield a
+        return
+    step = max(1, len(a) * _READ // a.nbytes)
+    for start in range(0, len(a), step):
+        part = a[start : start + step]
+        yield from _parts(part[0]) if step == 1 else (part,)
 
 
 def _bytes_of(a: Any) -> np.ndarray[Any, Any]:

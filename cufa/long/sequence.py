@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cufa.arrays import Arrays, check_overlap, four_axes, narrowed
 from cufa.errors import DTypeError
 from cufa.gradients import Gradients, Saved, make_backward, sign_backward
@@ -137,7 +139,7 @@ class LongSequenceAttention:
         Parameters
         ----------
         q, k, v : array
-            As in `cufa.attention`: all in host memory, or all on one card.
+            As in `cufa.attention`, but NumPy's or CuPy's: all in host memory, or all on one card.
         causal, window, mask, bias, alibi_slopes, softcap, sink, scale, layout, return_lse
             As in `cufa.attention`. A mask and a bias are taken block by block too.
         dropout_p : float, default 0.0
@@ -147,8 +149,8 @@ class LongSequenceAttention:
             contiguous, sharing no memory with an input.
         checkpoint_dir : path, default None
             A folder for finished blocks of queries, made if it is not there. A call that was killed
-            goes on from these if it is made again. They stay when all are done; delete the folder
-            then.
+            goes on from these if it is made again, with the same inputs: all of them are read to
+            tell. The files stay when all are done; delete the folder then.
 
         Returns
         -------
@@ -159,7 +161,8 @@ class LongSequenceAttention:
         Raises
         ------
         ArgumentError
-            As in `cufa.attention`; `max_bytes` is too small; `checkpoint_dir` holds another run.
+            As in `cufa.attention`; `max_bytes` is too small; `checkpoint_dir` holds another run, or
+            cannot be used.
         DeviceError, DTypeError, ShapeError
             As in `cufa.attention`; there is no card.
         UnsupportedError
@@ -231,7 +234,7 @@ class LongSequenceAttention:
             What the call was made with.
         dq, dk, dv : array, default None
             Where to put a gradient, such as a `numpy.memmap`: shape and dtype of its input, sharing
-            no memory with an input.
+            no memory with an input or each other, no two elements in one place.
         checkpoint_dir : path, default None
             As in the call; another folder.
 
@@ -283,7 +286,8 @@ class LongSequenceAttention:
             self._run(place, problem, sizes, views, sweeps, finished)
             dsink = None
             if sink is not None:
-                dsink = by_queries["sink"].sum((0, 2)).astype(sink.dtype)
+                with np.errstate(all="ignore"):  # as in the sweeps
+                    dsink = by_queries["sink"].sum((0, 2)).astype(sink.dtype)
         return Gradients(targets["q"], targets["k"], targets["v"], dsink=dsink)
 
     def plan(
@@ -297,6 +301,10 @@ class LongSequenceAttention:
         mask: Any = None,
         bias: Any = None,
         alibi_slopes: Any = None,
+        softcap: float | None = None,
+        sink: Any = None,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
         layout: str = "bhsd",
         backward: bool = False,
     ) -> LongPlan:
@@ -304,8 +312,9 @@ class LongSequenceAttention:
 
         Parameters
         ----------
-        q, k, v, causal, window, mask, bias, alibi_slopes, layout
-            As in the call, whose other options make no difference.
+        q, k, v
+        causal, window, mask, bias, alibi_slopes, softcap, sink, dropout_p, scale, layout
+            As in the call.
         backward : bool, default False
             Whether it is that of the gradients.
 
@@ -320,9 +329,15 @@ class LongSequenceAttention:
             As in the call.
         """
         backward = plain_choice("backward", backward, (False, True))
-        given = Arrays(q, k, v, mask, bias, alibi_slopes)
+        given = Arrays(q, k, v, mask, bias, alibi_slopes, sink)
         _, problem = checked(
-            given, 0.0, causal=causal, window=window, softcap=None, scale=None, layout=layout
+            given,
+            dropout_p,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            layout=layout,
         )
         sizes = choose_sizes(problem, backward, self._block_size, self._max_bytes)
         kinds: list[type[Sweep]] = [ByQueries, ByKeys] if backward else [Forward]

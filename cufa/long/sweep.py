@@ -218,10 +218,11 @@ class Sweep(ABC):
                     )
             self.add(block, piece, cut, options)
 
-    def alibi_of_rows(self, block: Block, piece: Piece) -> Any:
-        """What ALiBi takes from the scores of each row's nearest key; shape (heads, rows)."""
+    def move_lse(self, block: Block, piece: Piece, lse: Any, sign: int) -> Any:
+        """lse of rows (`sign` -1) without and (1) with what ALiBi takes of their nearest keys."""
         slopes = self.slopes[block.batch, self.heads(block)]
-        return alibi.of_rows(self.xp, self.problem, piece, slopes)
+        of_rows = alibi.of_rows(self.xp, self.problem, piece, slopes)
+        return alibi.moved(self.xp, lse, of_rows, sign)
 
 
 def run(
@@ -276,7 +277,7 @@ class Forward(Sweep):
         q, k, v = (arrays[name] for name in ("q", "k", "v"))
         out, lse = attention(q, k, v, return_lse=True, **options)
         if piece.side in ("left", "right"):
-            lse -= self.alibi_of_rows(block, piece)
+            lse = self.move_lse(block, piece, lse, -1)
         rows = _within(piece.rows, block.outer)
         self._running.add(rows, block.outer.stop - block.outer.start, out, lse)
 
@@ -356,7 +357,7 @@ def _gradients(
 ) -> Any:
     """What a piece adds to the gradients: with the output and lse over all keys, its share."""
     if piece.side in ("left", "right"):  # the lse of scores that lack what ALiBi takes of the row
-        arrays = {**arrays, "lse": arrays["lse"] + sweep.alibi_of_rows(block, piece)}
+        arrays = {**arrays, "lse": sweep.move_lse(block, piece, arrays["lse"], 1)}
     return attention_backward(**arrays, **options, wrt=wrt)
 
 
