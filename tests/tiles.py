@@ -128,14 +128,14 @@ def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Plac
 
 
 def units(arch: int) -> Iterator[KernelKey]:
-    """A sample with the largest head dim, which needs most registers; each new tile also with
-    another. The features go round."""
+    """A sample with the largest head dim, which needs most registers; on Hopper each new tile also
+    with another. The features go round."""
     for i, (place, new) in enumerate(sample(arch, places)):
         kernel, scores, tile = place
         members = places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED]
         chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if new:
+        if arch == 90 and new:
             chosen.append(members[(i * 7 + arch) % len(members)])
         for j, (dtype, d, dv, causal) in enumerate(chosen):
             features = {**fitting[(i + arch + j * 5) % len(fitting)], "right": causal}

@@ -7,6 +7,7 @@ one without an end: a rank that fails says so, one that is late is named.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -78,6 +79,8 @@ class Hosts:
         self._line = line
         self._facts: defaultdict[int, deque[str]] = defaultdict(deque)
         self._left: set[int] = set()
+        #: Of these, the ranks that have come to their end.
+        self._ended: set[int] = set()
 
     def gather(self, facts: Any) -> list[Any]:
         """What each rank has given here, plain values that JSON knows, by rank.
@@ -113,6 +116,7 @@ class Hosts:
                 self._facts[rank].append(text.removeprefix(_FACTS))
             elif text.startswith(_LEFT):
                 self._left.add(rank)
+                self._ended.add(rank)
             elif text.startswith(_FAILED):
                 self._left.add(rank)
                 raise RankError(text.removeprefix(_FAILED))
@@ -127,19 +131,27 @@ class Hosts:
 
     def close(self) -> None:
         """Leave the group: from here on to be gone is no failure."""
-        for rank in self._line.links:
-            self._line.send(rank, _LEFT)
+        self._say_left()
         self._line.close()
 
     def all_leave(self) -> bool:
-        """Whether all other ranks have failed or left, or do within a few seconds."""
+        """At the end of a process that has failed: whether all other ranks have come to their end
+        too, or do within a few seconds. What they had to say is out by then."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # where there is none
+                stream.flush()
+        self._say_left()
         deadline = Deadline(min(self.timeout, _GRACE))
-        while len(self._left) < self.size - 1:
+        while len(self._ended) < self.size - 1:
             with suppress(RankError):
                 self.check()
             if deadline.is_over():
                 return False
         return True
+
+    def _say_left(self) -> None:
+        for rank in self._line.links:
+            self._line.send(rank, _LEFT)
 
     def _next(self, rank: int, deadline: Deadline) -> str:
         """The next facts of a rank."""
