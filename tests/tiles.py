@@ -107,10 +107,9 @@ def places(arch: int) -> Places:
     return {place: list(members) for place, members in found.items()}
 
 
-def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Place, bool]]:
+def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[Place]:
     """Places of an architecture that are new, since no older one has them in the same text; of
-    others each tile with one kind of scores, that which has most to it. And whether a place is new
-    and its kind is that."""
+    others each tile with one kind of scores, that which has most to it."""
     known = {
         place
         for older in ARCHS[: ARCHS.index(arch)]
@@ -122,24 +121,23 @@ def sample(arch: int, places_of: Callable[[int], Places]) -> Iterator[tuple[Plac
         most[kernel, tile] = max(scores, most.get((kernel, tile), scores))
     for place in places_of(arch):
         kernel, scores, tile = place
-        has_most, new = scores == most[kernel, tile], place not in known
-        if new or has_most:
-            yield place, new and has_most
+        if place not in known or scores == most[kernel, tile]:
+            yield place
 
 
 def units(arch: int) -> Iterator[KernelKey]:
-    """A sample with the largest head dim, which needs most registers; on Hopper each new tile also
-    with another. The features go round."""
-    for i, (place, new) in enumerate(sample(arch, places)):
+    """A sample with the largest head dim, which needs most registers; the features go round."""
+    for i, place in enumerate(sample(arch, places)):
         kernel, scores, tile = place
-        members = places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in ALIGNED]
-        chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if arch == 90 and new:
-            chosen.append(members[(i * 7 + arch) % len(members)])
-        for j, (dtype, d, dv, causal) in enumerate(chosen):
-            features = {**fitting[(i + arch + j * 5) % len(fitting)], "right": causal}
-            yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
+        dtype, d, dv, causal = largest(places(arch)[place])
+        features = {**fitting[(i + arch) % len(fitting)], "right": causal}
+        yield KernelKey(kernel, arch, dtype, d, dv, config=tile, **features)
+
+
+def largest(members: list[Member]) -> Member:
+    """That with the largest head dims."""
+    return max(members, key=lambda member: member[1] + member[2])
 
 
 def mask_units(arch: int) -> Iterator[KernelKey]:
@@ -236,20 +234,15 @@ def backward_key(member: Member, features: dict[str, Any], n: int, **fixed: Any)
 
 
 def backward_units(arch: int) -> Iterator[KernelKey]:
-    """Of the backward pass: a sample with the largest head dim, on Hopper for all gradients, and
-    there each new tile with another for some; the features go round. Then what goes around them."""
+    """Of the backward pass: a sample with the largest head dim, on Hopper for all gradients; the
+    features go round. Then what goes around them."""
     aligned_only = {s.name for specs in BACKWARD_KERNELS.values() for s in specs if s.aligned}
-    for i, (place, new) in enumerate(sample(arch, backward_places)):
+    for i, place in enumerate(sample(arch, backward_places)):
         kernel, scores, tile = place
-        members = backward_places(arch)[place]
         fitting = [f for f in feature_sets(scores) if f["aligned"] or kernel not in aligned_only]
-        chosen = [max(members, key=lambda member: member[1] + member[2])]
-        if arch == 90 and new:
-            chosen.append(members[(i * 7 + arch) % len(members)])
-        for j, member in enumerate(chosen):
-            features = fitting[(i + arch + j * 5) % len(fitting)]
-            n = 0 if arch == 90 and j == 0 else i + arch
-            yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
+        member, features = largest(backward_places(arch)[place]), fitting[(i + arch) % len(fitting)]
+        n = 0 if arch == 90 else i + arch
+        yield backward_key(member, features, n, kernel=kernel, arch=arch, config=tile)
     for i, (kernel, dtype, aligned) in enumerate(product(PLAIN_TILES, _DTYPES, _BOTH)):
         new = arch == ARCHS[0] or arch in steps(kernel)
         if not new and i % len(ARCHS) != ARCHS.index(arch):
