@@ -1,7 +1,7 @@
 """Attention over a sequence that need not fit into a card's memory, from host memory or files.
 
     python examples/long_sequence.py
-    python examples/long_sequence.py --tokens 65536 --from-file /tmp/sequence --check
+    python examples/long_sequence.py --tokens 65536 --from-file sequence --check
     python examples/long_sequence.py --tokens 1000000 --max-bytes 4GiB --check
 
 Queries, keys and values stay in host memory, or in the files of a folder, and go in blocks through

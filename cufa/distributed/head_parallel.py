@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arrays import Arrays, namespace, narrowed
+from cufa.arrays import Arrays, four_axes, namespace, narrowed
 from cufa.attention import attention
 from cufa.backward import attention_backward
-from cufa.distributed.calls import Call, agree_on, as_given, by_heads, options_of, rows_in
+from cufa.distributed.calls import Call, agree_on, as_given, options_of, rows_in
 from cufa.distributed.communicator import Communicator
 from cufa.distributed.sequence import Chunk, length_of
 from cufa.gradients import Gradients, Saved
@@ -228,11 +228,11 @@ class _Turn:
 
     def of_queries(self, *arrays: Any) -> list[tuple[Any, _Side]]:
         """Arrays with the axes of q, as `to_heads` takes them."""
-        return [(self._four_axes(a), self.queries) for a in arrays]
+        return [(four_axes(a, self._call.layout), self.queries) for a in arrays]
 
     def of_keys(self, *arrays: Any) -> list[tuple[Any, _Side]]:
         """Arrays with the axes of k."""
-        return [(self._four_axes(a), self.keys) for a in arrays]
+        return [(four_axes(a, self._call.layout), self.keys) for a in arrays]
 
     def of_rows(self, *arrays: Any) -> list[tuple[Any, _Side]]:
         """Arrays with the axes of lse, those that there are."""
@@ -258,10 +258,6 @@ class _Turn:
         every[self.queries.heads[self._comm.rank]] = a
         self._comm.all_reduce(every).wait()
         return every
-
-    def _four_axes(self, a: Any) -> Any:
-        a = by_heads(a, self._call.layout)
-        return a if a.ndim == 4 else a[None]
 
     def _swap(
         self, outgoing: Sequence[Sequence[Any]], shapes: Sequence[Sequence[Shape]]

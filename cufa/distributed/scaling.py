@@ -6,7 +6,7 @@ numbers are in docs/scaling.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -83,7 +83,7 @@ def ring_step(machine: Machine, ranks: int, shape: Shape, backward: bool = False
 def shortest_hidden(machine: Machine, ranks: int, shape: Shape, backward: bool = False) -> int:
     """The least `seqlen`, in steps of 1024 for each rank, at which transfers hide behind work."""
     rows = 1024
-    while not ring_step(machine, ranks, _of(shape, rows * ranks), backward).is_hidden:
+    while not ring_step(machine, ranks, replace(shape, seqlen=rows * ranks), backward).is_hidden:
         rows += 1024
     return rows * ranks
 
@@ -103,8 +103,3 @@ def head_parallel_exchange(machine: Machine, ranks: int, shape: Shape) -> float:
     numbers = shape.batch * rows * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
     moved = numbers * shape.itemsize * (ranks - 1) / ranks
     return 2 * machine.latency + moved / machine.bandwidth
-
-
-def _of(shape: Shape, seqlen: int) -> Shape:
-    fields = {**shape.__dict__, "seqlen": seqlen}
-    return Shape(**fields)

@@ -97,7 +97,10 @@ def run(options: argparse.Namespace) -> int:
     if options.distributed:
         _check_outputs(options)
         report = ranks.measure(options, workloads)
-        return 0 if report is None else _finish(report, options)
+        if report is None:
+            return 0
+        _write_files(report, options)
+        return _finish(report, options)
     return bench(options, make_rig(options.backend, options.sustained))
 
 
@@ -124,8 +127,7 @@ def bench(options: argparse.Namespace, rig: Rig) -> int:
 
 
 def _finish(report: Report, options: argparse.Namespace) -> int:
-    """Write what was asked for; the exit status."""
-    _write_files(report, options)
+    """Show what was asked for; the exit status."""
     if options.plot:
         picture.draw(report, options.plot, _quantities(options))
     if options.json == "-":
