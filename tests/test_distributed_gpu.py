@@ -20,7 +20,9 @@ EXAMPLE = TESTS.parent / "examples" / "ring_attention.py"
 @pytest.fixture
 def gpus(cupy):
     """How many ranks can have a GPU each."""
-    if not cupy.cuda.nccl.available:
+    from cupy.cuda import nccl  # no attribute of cupy.cuda until it is imported
+
+    if not nccl.available:
         pytest.skip("CuPy finds no NCCL")
     return cupy.cuda.runtime.getDeviceCount()
 
