@@ -9,6 +9,7 @@ import numpy as np
 
 from cufa import cpu
 from cufa.arrays import CPU, Arrays, ForeignArray, describe, namespace, sign
+from cufa.merging import merged_weights, weighted_sum
 from cufa.options import LAYOUTS, plain_choice
 from cufa.problem import ArrayFacts, Causal, Signature, check_merge
 
@@ -251,22 +252,11 @@ def merge(
         merged: tuple[Any, Any] = interop.lend(partial(merge, layout=layout), arrays)
         return merged
     check_merge(facts, layout)
-    xp = namespace(out_a)
     with np.errstate(all="ignore"):  # log(0), and NaN that came with the results
-        lse, *weights = merged_weights(xp, lse_a, lse_b)
+        lse, *weights = merged_weights(lse_a, lse_b)
         weight_a, weight_b = (w[..., None] for w in weights)
         if layout == "bshd" and out_a.ndim > 2:
             weight_a, weight_b = weight_a.swapaxes(-2, -3), weight_b.swapaxes(-2, -3)
-        out = out_a.astype(lse.dtype) * weight_a + out_b.astype(lse.dtype) * weight_b
-        return out.astype(out_a.dtype), lse
-
-
-def merged_weights(xp: Any, lse_a: Any, lse_b: Any) -> tuple[Any, Any, Any]:
-    """The lse over the keys of two calls together, and what the output of each counts in it."""
-    top = xp.maximum(lse_a, lse_b)
-    base = xp.where(top == -xp.inf, xp.zeros_like(top), top)  # -inf - -inf is NaN
-    weight_a, weight_b = xp.exp(lse_a - base), xp.exp(lse_b - base)
-    total = weight_a + weight_b
-    lse = base + xp.log(total)
-    total = xp.where(total == 0, xp.ones_like(total), total)  # no key in either: 0, not 0 / 0
-    return lse, weight_a / total, weight_b / total
+        out = namespace(out_a).empty(out_a.shape, out_a.dtype)
+        weighted_sum(out_a, weight_a, out_b, weight_b, out)
+    return out, lse

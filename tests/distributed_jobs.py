@@ -129,9 +129,12 @@ def layer_with(comm: Any, options: dict[str, Any], of_last: dict[str, Any]) -> A
     """The result of a layer of two heads for each rank, called with some options."""
     if comm.rank == comm.size - 1:
         options = {**options, **of_last}
+    xp = _library(comm)
+    arrays = {n: to_device(xp, a) for n, a in options.items() if isinstance(a, np.ndarray)}
+    options = {**options, **arrays}
     divided = distributed.TensorParallelAttention(comm, 8, 2 * comm.size, head_dim=4)
-    params = divided.split(divided.whole.init(0, xp=_library(comm)))
-    x = _library(comm).ones((3, 8), "float32")
+    params = divided.split(divided.whole.init(0, xp=xp))
+    x = xp.ones((3, 8), "float32")
     return to_numpy(divided.vjp(params, x, **options)[0])
 
 

@@ -23,7 +23,7 @@ from layer_problems import LayerCase, formula, layer_cases
 
 import cufa
 from cufa import reference, testing
-from cufa.bounds import exact, fractions, merged, spacing
+from cufa.bounds import exact, fractions, merged, smallest_normal, spacing
 from cufa.distributed.calls import axis_of
 from cufa.errors import (
     ArgumentError,
@@ -305,7 +305,8 @@ def without_sink(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def more_roundings(case: Case, parts: int) -> dict[str, Any]:
-    """By gradient, what it may lose beyond one call's bound: each of its parts is rounded.
+    """By gradient, what it may lose beyond one call's bound: each of its parts is rounded, and to
+    CuPy a sum below the smallest normal number is zero.
 
     A part is no larger than what a whole gradient adds up.
     """
@@ -326,15 +327,12 @@ def more_roundings(case: Case, parts: int) -> dict[str, Any]:
             "dk": _by_key_head(case, ds.swapaxes(2, 3) @ q),
             "dv": _by_key_head(case, p.swapaxes(2, 3) @ dout),
         }
-        return {
-            name: case.caller_axes(
-                np.broadcast_to(
-                    parts * spacing(q_dtype(case), size.max(-1, keepdims=True, initial=0)),
-                    size.shape,
-                )
-            )
-            for name, size in sizes.items()
-        }
+        lost, found = smallest_normal(q_dtype(case)), {}
+        for name, size in sizes.items():
+            most = size.max(-1, keepdims=True, initial=0)
+            of_each = parts * (spacing(q_dtype(case), most) + lost)
+            found[name] = case.caller_axes(np.broadcast_to(of_each, size.shape))
+        return found
 
 
 def q_dtype(case: Case) -> Any:

@@ -32,13 +32,18 @@ class _Stream:
 
     def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
         self.ptr, self.work = id(self), deque[Any]()
+        self._is_running = False
 
     def wait_event(self, event: _Event) -> None:
         self.work.append(lambda: event.done)
 
     def run(self) -> None:
+        if self._is_running:  # by a stream that this one waits for
+            return
+        self._is_running = True
         while self.work and self.work[0]():
             self.work.popleft()
+        self._is_running = False
 
 
 class _Event:
@@ -106,7 +111,7 @@ class PaperNccl:
             "runtime": SimpleNamespace(getDeviceCount=lambda: self._cards),
             "nccl": SimpleNamespace(
                 available=True,
-                get_unique_id=lambda: (7, -7),
+                get_unique_id=lambda: bytes((7, 249)),
                 groupStart=lambda: None,
                 groupEnd=lambda: None,
                 NCCL_UINT8="bytes",
@@ -122,8 +127,8 @@ class PaperNccl:
 
 
 class _Communicator:
-    def __init__(self, paper: PaperNccl, size: int, unique: tuple[int, ...], rank: int) -> None:
-        assert unique == (7, -7)
+    def __init__(self, paper: PaperNccl, size: int, unique: bytes, rank: int) -> None:
+        assert unique == bytes((7, 249))
         self._paper, self._size, self._rank = paper, size, rank
         self._sums = 0
 

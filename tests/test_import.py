@@ -15,12 +15,12 @@ import cufa
 PACKAGE = Path(cufa.__file__).parent
 #: A module imports from rows above its own only.
 LAYERS = (
-    ("errors", "reference", "gpu.streaming"),
+    ("errors", "reference", "gpu.streaming", "gpu.passes"),
     ("options", "recompute"),
     ("dropout",),
     ("problem", "bounds", "gpu.cache"),
     ("arrays", "gpu.device", "gpu.tensor_map", "gradient_bounds", "long.plan"),
-    ("gradients", "long.saved_blocks", "long.alibi"),
+    ("gradients", "long.saved_blocks", "long.alibi", "merging"),
     (
         "gpu.registry",
         "gpu.params",
@@ -31,14 +31,14 @@ LAYERS = (
         "case",
         "rotary",
     ),
-    ("gpu.config", "testing", "linear"),
+    ("gpu.config", "testing", "linear", "long.sums"),
     ("gpu.plan",),
     ("gpu.backward_plan",),
     ("gpu.build", "gpu.launch"),
     ("gpu.cards", "gpu.exchange", "gpu.warmup", "gpu.survey", "gpu.tuning", "cpu", "cpu_backward"),
     ("interop",),
     ("attention", "numerics"),
-    ("flash_attn", "explanation", "backward", "layer_checks", "long.sums"),
+    ("flash_attn", "explanation", "backward", "layer_checks"),
     ("layers", "long.sweep", "distributed.hosts"),
     ("long.call", "distributed.communicator", "distributed.sequence", "distributed.scaling"),
     ("long.sequence", "distributed.mpi", "distributed.sockets", "distributed.calls", "gpu.nccl"),

@@ -24,7 +24,7 @@ from cufa import (
     blocks,
     reference,
 )
-from cufa.bounds import exact, merged, spacing
+from cufa.bounds import exact, merged, smallest_normal, spacing
 from cufa.long import call as long_call
 from cufa.long import plan as long_plan
 from cufa.testing import (
@@ -77,11 +77,10 @@ def exact_in_blocks(case: Case, keys: int):
 
 
 def gradients_in_blocks(case: Case, sizes: tuple[int, int]):
-    """The gradients, with the bounds of sums whose parts are rounded to the dtype of `q`."""
+    """The gradients, with the bounds of sums whose parts are rounded to the dtype of `q`, and in
+    which what is below the smallest normal number may count as zero, as it does to CuPy."""
     expected = case.exact_gradients()
     dtype = numpy_dtype(case.dtype)
-    if dtype.itemsize > 2:  # parts are as exact as the sums
-        return expected
     queries, keys = (
         math.ceil(n / size) for n, size in zip((case.seqlen_q, case.seqlen_k), sizes, strict=True)
     )
@@ -108,7 +107,9 @@ def gradients_in_blocks(case: Case, sizes: tuple[int, int]):
     for name, size in sizes_of.items():
         parts = keys if name == "dq" else queries * case.group
         largest = np.nan_to_num(size, posinf=np.inf).max(-1, keepdims=True, initial=0)
-        more = parts * 2 * spacing(dtype, largest)
+        # Parts of wider dtypes are as exact as the sums.
+        rounded = 2 * spacing(dtype, largest) if dtype.itemsize == 2 else np.zeros_like(largest)
+        more = parts * (rounded + smallest_normal(dtype))
         bound = getattr(expected.bounds, name)
         turned = more.swapaxes(1, 2) if case.layout == "bshd" and case.rank > 2 else more
         wider[name] = bound + turned.reshape(*bound.shape[:-1], 1)

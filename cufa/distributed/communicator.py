@@ -19,11 +19,12 @@ class Pending(Protocol):
     """Arrays on their way."""
 
     def wait(self) -> None:
-        """Returns when they have come, for all that follows in the caller's order of work.
+        """Have all that follows in the caller's order of work begin when they have come.
 
         Raises
         ------
         RankError, RankTimeoutError
+            They do not come; or `Communicator.settle` raises it, where work is in a stream.
         """
 
 
@@ -77,6 +78,15 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, a: Any) -> Pending:
         """Begin to put the sum over all ranks into `a`, contiguous, of float32 or float64."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Return when all that was begun has come.
+
+        Raises
+        ------
+        RankError, RankTimeoutError
+        """
 
     @abstractmethod
     def abandon(self) -> None:
@@ -154,6 +164,7 @@ class Communicator(ABC):
         """Around work that ranks share: if this rank fails, it tells the others."""
         try:
             yield
+            self.settle()
         except BaseException as error:
             self._fail(call, error)
             raise

@@ -152,6 +152,10 @@ class MPICommunicator(Communicator):
         request = self._comm.Iallreduce(self.mpi.IN_PLACE, a, self.mpi.SUM)
         return self._started([request], ["another rank"])
 
+    def settle(self) -> None:
+        for transfer in list(self.pending):
+            transfer.wait()
+
     def abandon(self) -> None:
         atexit.register(self._end)  # before mpi4py's own end, which would wait for arrays
 

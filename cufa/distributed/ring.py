@@ -21,6 +21,8 @@ from cufa.distributed.sequence import Chunk, Part, visible_parts
 from cufa.gradients import Gradients, Saved
 from cufa.long import alibi
 from cufa.long.sums import GradientSum, RunningOutput
+from cufa.merging import plain_sum
+from cufa.options import numpy_dtype
 from cufa.problem import Causal, Problem
 
 #: Keys and values of one rank, or the sums of their gradients.
@@ -98,7 +100,7 @@ def ring_attention(
         running = RunningOutput(namespace(q), call.own.accumulator)
         scores, rows = _Scores(call, alibi_slopes), by_heads(q, layout)
         for step, block in _travel(comm, call, k, v):
-            for part in _parts(comm, call, step):
+            for part in _parts(call, comm.rank, step):
                 running.add(part.rows, rows.shape[-2], *_attend(scores, rows, block, part))
         shape = (*rows.shape[:-1], v.shape[-1])
         sink = None if sink is None else narrowed(sink, call.own.accumulator)
@@ -157,7 +159,7 @@ def ring_attention_backward(
     Notes
     -----
     The parts of a gradient are rounded to the dtype of `q` and summed in float32 (float64 for
-    float64 inputs), as they travel.
+    float64 inputs), as they travel. What a rank computes of its own keys is added last.
     """
     arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
     saved = Saved(dout, out, lse, dlse)
@@ -169,22 +171,23 @@ def ring_attention_backward(
         work = _Backward(call, scores, q, saved, bool(deterministic))
         home = _Home(comm, call)
         for step, block in _travel(comm, call, k, v):
-            home.add(step, work.gradients(block, _parts(comm, call, step)))
-        dk, dv = home.arrive()
+            home.add(step, work.gradients(block, _parts(call, comm.rank, step)))
+        # Beside the last transfer.
         dsink = None if sink is None else work.of_sink(comm, k, v, sink)
-        found = (a.astype(q.dtype, copy=False) for a in (work.dq(), dk, dv))
-        dq, dk, dv = (as_given(a, q, layout) for a in found)
+        dq = work.dq().astype(q.dtype, copy=False)
+        dq, dk, dv = (as_given(a, q, layout) for a in (dq, *home.arrive(q.dtype)))
     return Gradients(dq, dk, dv, None, dsink)
 
 
 def _travel(comm: Communicator, call: Call, k: Any, v: Any) -> Iterator[tuple[int, _Block]]:
     """The block of each step; while the caller computes with one, the next is on its way."""
     block = [namespace(a).ascontiguousarray(by_heads(a, call.layout)) for a in (k, v)]
+    dtypes = [a.dtype for a in block]
     steps = _steps(call.queries, call.keys, call.whole)
     for step in range(steps):
         pending, following = None, block
         if step + 1 < steps:
-            pending, following = _pass_on(comm, call, block, 1, step + 1)
+            pending, following = _pass_on(comm, call, block, 1, step + 1, dtypes)
         yield step, block
         if pending:
             pending.wait()
@@ -192,24 +195,29 @@ def _travel(comm: Communicator, call: Call, k: Any, v: Any) -> Iterator[tuple[in
 
 
 def _pass_on(
-    comm: Communicator, call: Call, block: _Block, distance: int, step: int
+    comm: Communicator, call: Call, block: _Block, distance: int, step: int, dtypes: list[Any]
 ) -> tuple[Pending, _Block]:
-    """Begin to send a block so many ranks on, and to receive the one that belongs to a step."""
+    """Begin to send a block so many ranks on, and to receive the one that belongs to a step, whose
+    arrays have these dtypes."""
     to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
-    seqlen = rows_in(call.keys[_owner(comm, step)])
-    following = [namespace(a).empty((*a.shape[:-2], seqlen, a.shape[-1]), a.dtype) for a in block]
+    seqlen = rows_in(call.keys[_owner(comm.rank, step, comm.size)])
+    following = [
+        namespace(a).empty((*a.shape[:-2], seqlen, a.shape[-1]), dtype)
+        for a, dtype in zip(block, dtypes, strict=True)
+    ]
     pending = comm.start([(a, to) for a in block], [(a, source) for a in following])
     return pending, following
 
 
-def _owner(comm: Communicator, step: int) -> int:
+def _owner(rank: int, step: int, size: int) -> int:
     """Whose keys a rank has in a step."""
-    return (comm.rank - step) % comm.size
+    return (rank - step) % size
 
 
-def _parts(comm: Communicator, call: Call, step: int) -> tuple[Part, ...]:
+def _parts(call: Call, rank: int, step: int) -> tuple[Part, ...]:
     """What a rank computes in a step."""
-    return visible_parts(call.queries[comm.rank], call.keys[_owner(comm, step)], call.whole)
+    keys = call.keys[_owner(rank, step, len(call.keys))]
+    return visible_parts(call.queries[rank], keys, call.whole)
 
 
 @lru_cache(maxsize=256)
@@ -219,7 +227,8 @@ def _steps(
     """Steps until no rank sees anything of what would come next."""
     size = len(queries)
     for step in reversed(range(1, size)):
-        if any(visible_parts(queries[r], keys[(r - step) % size], whole) for r in range(size)):
+        owners = (_owner(rank, step, size) for rank in range(size))
+        if any(visible_parts(q, keys[o], whole) for q, o in zip(queries, owners, strict=True)):
             return step + 1
     return 1
 
@@ -278,16 +287,15 @@ class _Backward:
         return self._dq.finish(self._q.shape)
 
     def gradients(self, block: _Block, parts: tuple[Part, ...]) -> _Block:
-        """What these queries add to the gradients of a block; adds to their own."""
+        """What these queries add to the gradients of a block, of one part in the dtype of `q`; adds
+        to their own."""
         sums = [self._sum() for _ in block]
         for part in parts:
             found = self._of_part(block, part)
             self._dq.add(part.rows, self._q.shape[-2], found.dq)
             for total, gradient in zip(sums, (found.dk, found.dv), strict=True):
                 total.add(part.keys, block[0].shape[-2], gradient)
-        wide = self._call.own.accumulator
-        both = zip(sums, block, strict=True)
-        return [total.finish(a.shape).astype(wide, copy=False) for total, a in both]
+        return [total.finish(a.shape) for total, a in zip(sums, block, strict=True)]
 
     def of_sink(self, comm: Communicator, k: Any, v: Any, sink: Any) -> Any:
         """The gradient of the sink, which no key has a part in."""
@@ -313,29 +321,47 @@ class _Backward:
 
 
 class _Home:
-    """Sums of the gradients of a block, which follow it round the ring and then go home."""
+    """Sums of the gradients of a block: they follow it round the ring and then go home, where what
+    its own rank adds has waited for them."""
 
     def __init__(self, comm: Communicator, call: Call) -> None:
         self._comm, self._call = comm, call
         self._steps = _steps(call.queries, call.keys, call.whole)
         self._pending: Pending | None = None
+        self._own: _Block = []
         self._sums: _Block = []
 
     def add(self, step: int, gradients: _Block) -> None:
         """What this rank has computed in a step; sends it on."""
-        if self._pending:
-            self._pending.wait()
-            for total, gradient in zip(gradients, self._sums, strict=True):
-                total += gradient
-        self._sums = gradients
+        if step == 0:
+            self._own = gradients
+            return
         comm, call = self._comm, self._call
-        if step + 1 < self._steps:
-            self._pending, self._sums = _pass_on(comm, call, gradients, 1, step + 1)
-        elif step:
-            self._pending, self._sums = _pass_on(comm, call, gradients, -step, 0)
-
-    def arrive(self) -> _Block:
-        """The gradients of this rank's own keys and values."""
         if self._pending:
             self._pending.wait()
-        return self._sums
+            gradients = [self._sum(*both) for both in zip(self._sums, gradients, strict=True)]
+        dtype = self._dtype(comm.rank, step)
+        gradients = [a.astype(dtype, copy=False) for a in gradients]
+        is_last = step + 1 == self._steps
+        distance, following = (-step, 0) if is_last else (1, step + 1)
+        source = (comm.rank - distance) % comm.size
+        coming = [self._dtype(source, step)] * len(gradients)
+        self._pending, self._sums = _pass_on(comm, call, gradients, distance, following, coming)
+
+    def arrive(self, dtype: Any) -> _Block:
+        """The gradients of this rank's own keys and values."""
+        if self._pending is None:
+            return [a.astype(dtype, copy=False) for a in self._own]
+        self._pending.wait()
+        return [self._sum(*both, dtype) for both in zip(self._own, self._sums, strict=True)]
+
+    def _dtype(self, rank: int, step: int) -> Any:
+        """In which a rank sends its sums on: what is one part still has the dtype of that part."""
+        own, is_part = self._call.own, step == 1 and len(_parts(self._call, rank, step)) == 1
+        return numpy_dtype(own.dtype if is_part else own.accumulator)
+
+    def _sum(self, a: Any, b: Any, dtype: Any = None) -> Any:
+        wide = self._call.own.accumulator
+        total = namespace(a).empty(a.shape, dtype or wide)
+        plain_sum(a, b, wide, total)
+        return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +16,20 @@ from cufa.errors import DeviceError, RankTimeoutError, UnsupportedError
 
 
 class _Transfer:
-    """What NCCL does in the stream of a group; `arrays` stay alive until it is done."""
+    """What NCCL does in the stream of a group; `arrays` stay alive until it is known to be done."""
 
     def __init__(self, group: NCCLCommunicator, what: str, arrays: list[Any]) -> None:
         self._group, self._what, self._arrays = group, what, arrays
         self._done = Event(disable_timing=True)
         self._done.record(group.stream)
+        self.has_follower = False
 
     def wait(self) -> None:
-        """On the host, so that a rank that never answers is an error and no hang. The stream has
-        work meanwhile: what was launched after the transfer began."""
+        get_current_stream().wait_event(self._done)
+        self.has_follower = True
+
+    def settle(self) -> None:
+        """On the host, so that a rank that never answers is an error and no hang."""
         group, deadline = self._group, Deadline(self._group.timeout)
         while not self._done.done:
             group.check()
@@ -33,8 +38,6 @@ class _Transfer:
                     f"{self._what} with rank {group.rank} is not done within {group.timeout:g} s "
                     "(timeout=)"
                 )
-        get_current_stream().wait_event(self._done)
-        self._arrays.clear()
 
 
 class NCCLCommunicator(Communicator):
@@ -60,6 +63,8 @@ class NCCLCommunicator(Communicator):
     def __init__(self, hosts: Hosts, device: int | None = None) -> None:
         super().__init__(hosts, "cupy")
         self._nccl: Any = None
+        #: In the order in which they began.
+        self._unsettled: deque[_Transfer] = deque()
         if not nccl.available:
             raise UnsupportedError(
                 "CuPy finds no NCCL; install nvidia-nccl-cu12 or nvidia-nccl-cu13, as your CUDA is"
@@ -79,12 +84,12 @@ class NCCLCommunicator(Communicator):
                     "as many ranks on a host as it has GPUs, or choose by device="
                 )
         with self.together("connect"):
-            self._nccl = nccl.NcclCommunicator(self.size, tuple(uniques[0]), self.rank)
+            self._nccl = nccl.NcclCommunicator(self.size, bytes(uniques[0]), self.rank)
             # Before the blocks of attention, which would leave no multiprocessor to it.
             self.stream = Stream(non_blocking=True, priority=-1)
 
     def start(self, sends: Messages, receives: Messages) -> _Transfer:
-        self._follow_current_stream()
+        self._begin()
         nccl.groupStart()
         try:
             for method, messages in ((self._nccl.send, sends), (self._nccl.recv, receives)):
@@ -94,14 +99,17 @@ class NCCLCommunicator(Communicator):
             nccl.groupEnd()
         arrays = [a for messages in (sends, receives) for a, _ in messages]
         ranks = sorted({rank for messages in (sends, receives) for _, rank in messages})
-        return _Transfer(self, f"a transfer of ranks {', '.join(map(str, ranks))}", arrays)
+        return self._begun(f"a transfer of ranks {', '.join(map(str, ranks))}", arrays)
 
     def all_reduce(self, a: Any) -> _Transfer:
-        self._follow_current_stream()
+        self._begin()
         kind = nccl.NCCL_FLOAT64 if a.dtype == "float64" else nccl.NCCL_FLOAT32
         pointer, stream = a.data.ptr, self.stream.ptr
         self._nccl.allReduce(pointer, pointer, a.size, kind, nccl.NCCL_SUM, stream)
-        return _Transfer(self, "a sum over all ranks", [a])
+        return self._begun("a sum over all ranks", [a])
+
+    def settle(self) -> None:
+        self._settle_but(0)
 
     def check(self) -> None:
         """Raise if another rank, or NCCL, has failed."""
@@ -117,11 +125,36 @@ class NCCLCommunicator(Communicator):
             self._nccl.destroy()
         super().close()
 
-    def _follow_current_stream(self) -> None:
-        ready = Event(disable_timing=True)
-        ready.record(get_current_stream())
-        self.stream.wait_event(ready)
+    def _begin(self) -> None:
+        """The stream follows CuPy's current one.
+
+        And the other way round, unless that would be to wait for transfers before: else kernels of
+        attention take all multiprocessors, and NCCL's cannot begin until they are done.
+        """
+        self._settle_but(1)
+        current = get_current_stream()
+        _follow(self.stream, current)
+        if all(transfer.has_follower for transfer in self._unsettled):
+            _follow(current, self.stream)
+
+    def _begun(self, what: str, arrays: list[Any]) -> _Transfer:
+        self._unsettled.append(_Transfer(self, what, arrays))
+        return self._unsettled[-1]
+
+    def _settle_but(self, count: int) -> None:
+        """All transfers but so many of the last ones: these may wait for work that was launched
+        after the others, of which a card then never runs out."""
+        while len(self._unsettled) > count:
+            self._unsettled[0].settle()
+            self._unsettled.popleft()
 
     def _move(self, method: Callable[..., None], a: Any, rank: int) -> None:
         if a.nbytes:  # as bytes: NCCL of CuPy does not know every dtype
             method(a.data.ptr, a.nbytes, nccl.NCCL_UINT8, rank, self.stream.ptr)
+
+
+def _follow(stream: Any, other: Any) -> None:
+    """What is put into a stream from now on begins when the other has come here."""
+    reached = Event(disable_timing=True)
+    reached.record(other)
+    stream.wait_event(reached)

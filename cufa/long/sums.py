@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.attention import merged_weights
+from cufa.merging import merged_weights, plain_sum, weighted_sum
 
 
 class RunningOutput:
@@ -25,14 +25,13 @@ class RunningOutput:
         if self._out is None and rows == slice(0, count):
             self._out, self._lse = out, lse  # most often the only one: as attention has given it
             return
-        self._widen((*out.shape[:-2], count, out.shape[-1]))
-        target = self._out[..., rows, :]
-        merged, kept, added = merged_weights(self._xp, self._lse[..., rows], lse)
-        weighted = out.astype(self._accumulator)
-        weighted *= added[..., None]
-        target *= kept[..., None]
-        target += weighted
-        self._lse[..., rows] = merged
+        if self._out is None or rows != slice(0, count):
+            self._widen((*out.shape[:-2], count, out.shape[-1]))
+        target = _wide_place(self._xp, self._out, self._accumulator)
+        lse, kept, added = merged_weights(self._lse[..., rows], lse)
+        before = self._out[..., rows, :]
+        weighted_sum(before, kept[..., None], out, added[..., None], target[..., rows, :])
+        self._out, self._lse[..., rows] = target, lse
 
     def finish(self, shape: tuple[int, ...], sink: Any) -> tuple[Any, Any]:
         """What there is, with a sink for each head; to begin anew."""
@@ -40,7 +39,7 @@ class RunningOutput:
             self._widen(shape)
         out, lse = self._out, self._lse
         if sink is not None:
-            lse, kept, _ = merged_weights(self._xp, lse, sink[:, None])
+            lse, kept, _ = merged_weights(lse, sink[:, None])
             out *= kept[..., None]
         self._out = self._lse = None
         return out, lse
@@ -67,12 +66,22 @@ class GradientSum:
             return
         if self._total is None:
             shape = (*part.shape[:-2], count, part.shape[-1])
-            self._total = self._xp.zeros(shape, self._accumulator)
-        self._total = self._total.astype(self._accumulator, copy=False)
-        target = self._total[..., where, :]  # CuPy would copy the sum once more into an item
-        target += part.astype(self._accumulator, copy=False)
+            self._total = self._xp.zeros(shape, part.dtype)
+            self._total[..., where, :] = part
+            return
+        if where != slice(0, count):
+            self._total = self._total.astype(self._accumulator, copy=False)
+        target = _wide_place(self._xp, self._total, self._accumulator)
+        before = self._total[..., where, :]
+        plain_sum(before, part, self._accumulator, target[..., where, :])
+        self._total = target
 
     def finish(self, shape: tuple[int, ...]) -> Any:
-        """What there is; to begin anew."""
+        """What there is, of one part in that part's dtype; to begin anew."""
         total, self._total = self._total, None
         return self._xp.zeros(shape, self._accumulator) if total is None else total
+
+
+def _wide_place(xp: Any, a: Any, accumulator: str) -> Any:
+    """Where a sum of all that is in `a` and something else can go: there, if it is wide enough."""
+    return a if a.dtype == accumulator else xp.empty_like(a, accumulator)

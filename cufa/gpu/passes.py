@@ -1,0 +1,34 @@
+"""Array expressions in one pass over the memory, by CuPy's own generator of such kernels.
+
+They are compiled as CuPy's others are: what is below the smallest normal number counts as zero.
+"""
+
+from __future__ import annotations
+
+from cupy import ElementwiseKernel
+
+#: `cufa.merging.merged_weights`.
+merged_weights = ElementwiseKernel(
+    "T lse_a, T lse_b",
+    "T lse, T weight_a, T weight_b",
+    """
+    const T top = lse_a > lse_b ? lse_a : lse_b;
+    const T base = isinf(top) && top < 0 ? T(0) : top;  // -inf - -inf is NaN
+    const T a = exp(lse_a - base), b = exp(lse_b - base), total = a + b;
+    lse = base + log(total);
+    weight_a = total == 0 ? T(0) : a / total;  // no key in either: 0, not 0 / 0
+    weight_b = total == 0 ? T(0) : b / total;
+    """,
+    "cufa_merged_weights",
+)
+
+#: `cufa.merging.weighted_sum`.
+weighted_sum = ElementwiseKernel(
+    "A a, W weight_a, B b, W weight_b",
+    "R out",
+    """
+    const W sum = static_cast<W>(a) * weight_a + static_cast<W>(b) * weight_b;
+    out = static_cast<R>(sum);
+    """,
+    "cufa_weighted_sum",
+)
