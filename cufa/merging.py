@@ -52,8 +52,7 @@ def weighted_sum(a: Any, weight_a: Any, b: Any, weight_b: Any, out: Any) -> None
 def plain_sum(a: Any, b: Any, accumulator: str, out: Any) -> None:
     """``a + b`` into `out`, which may be `a`; computed in the accumulator's dtype."""
     if is_cupy(a):
-        one = np.dtype(accumulator).type(1)
-        _passes().weighted_sum(a, one, b, one, out)
+        _passes().plain_sum[accumulator](a, b, out)
         return
     a, b = (x.astype(accumulator, copy=False) for x in (a, b))
     np.add(a, b, out=out, casting="same_kind")

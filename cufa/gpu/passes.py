@@ -32,3 +32,14 @@ weighted_sum = ElementwiseKernel(
     """,
     "cufa_weighted_sum",
 )
+
+#: `cufa.merging.plain_sum`, by the accumulator's dtype.
+plain_sum = {
+    dtype: ElementwiseKernel(
+        "A a, B b",
+        "R out",
+        f"out = static_cast<R>(static_cast<{name}>(a) + static_cast<{name}>(b));",
+        f"cufa_plain_sum_{dtype}",
+    )
+    for dtype, name in (("float32", "float"), ("float64", "double"))
+}
