@@ -1,10 +1,7 @@
-"""What puts results over different keys together: `cufa.merge`, and blocks that meet others.
+"""Results of attention over disjoint sets of keys, combined; sums of gradients.
 
-Sources: Ye et al., arXiv:2501.01005 (merging attention states, FlashInfer); Dao, arXiv:2307.08691
-(the same between the blocks of one kernel).
-
-CuPy would take a pass over the memory for each of these operations; `cufa.gpu.passes` has them in
-one.
+With CuPy each of these functions is one kernel of `cufa.gpu.passes`: array expressions would pass
+over the memory once for each operation.
 """
 
 from __future__ import annotations
@@ -14,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from cufa.arrays import is_cupy
+from cufa.arrays import is_cupy, namespace
 
 
 def merged_weights(lse_a: Any, lse_b: Any) -> tuple[Any, Any, Any]:
     """The lse over the keys of two calls together, and what the output of each counts in it.
 
-    Computed from the difference to the larger lse, so that no exponential overflows.
+    With arrays that can be broadcast, of one dtype, float32 or float64: ``lse`` is
+    ``logaddexp(lse_a, lse_b)``, and the weights are ``exp(lse_a - lse)`` and ``exp(lse_b - lse)``,
+    or 0 where neither call has a key.
     """
     if is_cupy(lse_a):
         return tuple(_passes().merged_weights(lse_a, lse_b))
@@ -34,8 +33,10 @@ def merged_weights(lse_a: Any, lse_b: Any) -> tuple[Any, Any, Any]:
 
 
 def weighted_sum(a: Any, weight_a: Any, b: Any, weight_b: Any, out: Any) -> None:
-    """``a * weight_a + b * weight_b`` into `out`, which may be `a`; computed in the dtype of the
-    weights, which are broadcast."""
+    """``a * weight_a + b * weight_b`` into `out`, which may be `a`; computed in the weights' dtype.
+
+    `a`, `b` and `out` have one shape, to which the weights are broadcast.
+    """
     if is_cupy(a):
         _passes().weighted_sum(a, weight_a, b, weight_b, out)
         return
@@ -49,13 +50,19 @@ def weighted_sum(a: Any, weight_a: Any, b: Any, weight_b: Any, out: Any) -> None
         out[...] = total
 
 
-def plain_sum(a: Any, b: Any, accumulator: str, out: Any) -> None:
-    """``a + b`` into `out`, which may be `a`; computed in the accumulator's dtype."""
+def plain_sum(a: Any, b: Any, out: Any, accumulator: str) -> None:
+    """``a + b`` into `out`, which may be `a`, all of one shape; computed in the accumulator's
+    dtype."""
     if is_cupy(a):
         _passes().plain_sum[accumulator](a, b, out)
         return
     a, b = (x.astype(accumulator, copy=False) for x in (a, b))
-    np.add(a, b, out=out, casting="same_kind")
+    np.add(a, b, out=out)
+
+
+def wide_place(a: Any, accumulator: str) -> Any:
+    """Where the sum of `a` and something else can go: `a`, if it has the accumulator's dtype."""
+    return a if a.dtype == accumulator else namespace(a).empty_like(a, accumulator)
 
 
 def _passes() -> ModuleType:

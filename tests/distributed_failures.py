@@ -1,6 +1,8 @@
 """A rank of a job that goes wrong: ``mpiexec -n 3 python tests/distributed_failures.py WHICH``.
 
-Rank 1 is the one to blame; the others say what they are told. On GPUs ``ADDRESS RANK SIZE`` follow.
+WHICH is where it goes wrong, "joining" (with MPI), "before" or "within" a call, and how, as in
+`ACTIONS`: "within-raises". Rank 1 is the one to blame; the others say what they are told. On GPUs
+``ADDRESS RANK SIZE`` follow.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from cufa.distributed import ring
 TIMEOUT, LATE = 2.0, 5.0
 
 
-def in_its_part(action):
+def within_a_call(action):
     """Have rank 1 do something in the middle of the work, when others wait for it."""
     attention = ring.attention
 
@@ -59,10 +61,10 @@ if __name__ == "__main__":
     with distributed.connect(**joining) as comm:
         q, k, v = xp.ones((3, 2, 8, 16))
         distributed.ring_attention(comm, q, k, v)  # all have started, and it works
-        comm.timeout = comm.hosts.timeout = TIMEOUT
+        comm.hosts.timeout = TIMEOUT
         if comm.rank == 1:
             if when == "within":
-                in_its_part(ACTIONS[action])
+                within_a_call(ACTIONS[action])
             else:
                 ACTIONS[action]()
         try:

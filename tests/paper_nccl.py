@@ -1,6 +1,6 @@
-"""NCCL on paper: as much of CuPy as `cufa.gpu.nccl` uses, for ranks that are threads.
+"""A fake of NCCL, and of as much of CuPy as `cufa.gpu.nccl` uses, for ranks that are threads.
 
-Arrays are NumPy's, and what is sent is copied when the receiver's event is asked for.
+Arrays are NumPy's. Work in a stream is done when somebody asks whether an event behind it is done.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,13 @@ class _Stream:
     def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
         self.ptr, self.work = id(self), deque[Any]()
         self._is_running = False
+
+    def launch(self, kernel: Callable[[], object]) -> None:
+        def work() -> bool:
+            kernel()
+            return True
+
+        self.work.append(work)
 
     def wait_event(self, event: _Event) -> None:
         self.work.append(lambda: event.done)

@@ -27,17 +27,22 @@ def gpus(cupy):
     return cupy.cuda.runtime.getDeviceCount()
 
 
-def run(script, *options, size, addresses=1):
-    """What each of `size` ranks printed, and its exit status."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(addresses)]
-    ports = [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
+def free_addresses(count):
+    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [f"127.0.0.1:{server.getsockname()[1]}" for server in servers]
     for server in servers:
         server.close()
+    return found
+
+
+def run(script, first, *rest, size, addresses=1):
+    """What each of `size` ranks printed, and its exit status, of a script that is called with FIRST
+    ADDRESS... RANK SIZE REST."""
     environment = {**os.environ, "PYTHONPATH": str(Path(cufa.__file__).parents[1])}
-    command = [sys.executable, str(TESTS / script), *options[:1]]
+    command = [sys.executable, str(TESTS / script), first, *free_addresses(addresses)]
     ranks = [
         subprocess.Popen(
-            [*command, *ports, str(n), str(size), *options[1:]],
+            [*command, str(n), str(size), *rest],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -64,24 +69,23 @@ def test_the_laws_hold_on_so_many_gpus(gpus, size):
         assert status == 0, printed
 
 
-@pytest.mark.parametrize("what", ["within-raises", "before-late", "within-killed"])
-def test_a_rank_that_fails_or_is_late_ends_the_others_too(gpus, what):
+@pytest.mark.parametrize("failure", ["within-raises", "before-late", "within-killed"])
+def test_a_rank_that_fails_or_is_late_ends_the_others_too(gpus, failure):
     needs(gpus, 2)
-    (printed, status), _ = run("distributed_failures.py", what, size=2)
+    (printed, status), _ = run("distributed_failures.py", failure, size=2)
     assert status != 0
     told = {
         "within-raises": "RankError: rank 1 failed in ring_attention: MemoryError",
         "before-late": "RankTimeoutError: rank 1 has not come to this call within 2 s",
         "within-killed": "RankError: rank 1 is gone: its process has ended",
     }
-    assert told[what] in printed
+    assert told[failure] in printed
 
 
 def test_one_rank_sends_to_itself(cupy, gpus):
     from cufa import distributed
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    (address,) = free_addresses(1)
     with distributed.connect(xp=cupy, address=address, rank=0, size=1) as comm:
         a, b = cupy.arange(1000.0), cupy.zeros(1000)
         comm.start([(a, 0)], [(b, 0)]).wait()

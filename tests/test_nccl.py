@@ -81,21 +81,50 @@ def test_what_goes_round_the_ring_comes_from_the_rank_before(lengths, dtype):
 def test_a_transfer_waits_for_the_work_before_it_and_what_follows_waits_for_it(cards):
     def work(comm):
         stream = cards.paper.current_stream()
-        a, sums = array(np.zeros(2, "float32")), array(np.ones(2))
-        stream.work.append(lambda: a.fill(comm.rank) or True)  # after the launch, as on a GPU
-        transfer = comm.start(
-            [(a, (comm.rank + 1) % SIZE)], [(b := array(a), comm.rank - 1 if comm.rank else 2)]
-        )
+        a, sums, found = array(np.zeros(2, "float32")), array(np.ones(2)), []
+        b = array(a)
+        stream.launch(lambda: a.fill(comm.rank))  # is done later, as on a GPU
+        transfer = comm.start([(a, (comm.rank + 1) % SIZE)], [(b, (comm.rank - 1) % SIZE)])
         total = comm.all_reduce(sums)
         transfer.wait()
         total.wait()
-        followed = []
-        stream.work.append(lambda: followed.append((b.tolist(), sums.tolist())) or True)
+        stream.launch(lambda: found.append((b.tolist(), sums.tolist())))
         comm.settle()
         stream.run()
-        return followed
+        return found
 
     assert cards(work) == [[([float((n - 1) % SIZE)] * 2, [SIZE] * 2)] for n in range(SIZE)]
+
+
+def test_work_that_is_launched_after_a_transfer_leaves_it_the_first_place(cards):
+    """NCCL's kernel must come before those of attention, if it could begin."""
+
+    def work(comm):
+        stream, order = cards.paper.current_stream(), []
+        stream.launch(lambda: order.append("before"))
+        comm.start([], [])
+        comm.stream.launch(lambda: order.append("transfer"))
+        stream.launch(lambda: order.append("after"))
+        stream.run()
+        comm.stream.run()
+        return order
+
+    assert cards(work) == [["before", "transfer", "after"]] * SIZE
+
+
+def test_arrays_are_let_go_once_their_transfer_is_waited_for_and_another_begins(cards):
+    def work(comm):
+        kept = []
+        for in_use in (True, False, True):
+            a = array(np.zeros(1))
+            before, after = (comm.rank - 1) % SIZE, (comm.rank + 1) % SIZE
+            transfer = comm.start([(a, after)], [(array(a), before)])
+            kept.append(len(comm._unsettled))
+            if in_use:
+                transfer.wait()
+        return kept
+
+    assert cards(work) == [[1, 1, 2]] * SIZE
 
 
 def test_who_never_answers_is_an_error_and_the_transfer_is_aborted(cards):
@@ -108,7 +137,8 @@ def test_who_never_answers_is_an_error_and_the_transfer_is_aborted(cards):
     first, late, last = cards(work, timeout=1.0)
     assert {type(first), type(late), type(last)} == {RankError, RankTimeoutError}
     for error in (first, late, last):
-        assert "is not done within 1 s" in str(error)
+        assert "a transfer with rank 1 is not done on rank" in str(error)
+        assert "within 1 s (timeout=)" in str(error)
     assert cards.paper.ended == dict.fromkeys(range(SIZE), "aborted")
 
 

@@ -19,17 +19,19 @@ class Pending(Protocol):
     """Arrays on their way."""
 
     def wait(self) -> None:
-        """Have all that follows in the caller's order of work begin when they have come.
+        """Order what the caller does next after this transfer.
+
+        MPI: blocks the host until the arrays have come. NCCL: CuPy's current stream waits, not the
+        host; errors come from a later transfer or `Communicator.settle`.
 
         Raises
         ------
         RankError, RankTimeoutError
-            They do not come; or `Communicator.settle` raises it, where work is in a stream.
         """
 
 
 class Facts(NamedTuple):
-    """Of one rank's call: what must be the same on all ranks, by kind, and what is its own."""
+    """Of one rank's call: what must be the same on all ranks, by kind, and what may differ."""
 
     sizes: dict[str, Any]
     dtypes: dict[str, Any]
@@ -56,28 +58,42 @@ class Communicator(ABC):
     rank, size : int
         This process's number, from 0 on, and how many there are.
     timeout : float
-        Seconds that a rank waits for another before it gives up.
+        Seconds that a rank waits for another before it gives up. A wait for arrays on a GPU
+        includes the rank's own work before their transfer.
+    hosts : Hosts
+        Texts between the ranks.
+    library : {"numpy", "cupy"}
     """
 
     def __init__(self, hosts: Hosts, library: str) -> None:
         self.hosts, self.library = hosts, library
-        self.rank, self.size, self.timeout = hosts.rank, hosts.size, hosts.timeout
+        self.rank, self.size = hosts.rank, hosts.size
         self._broken: str | None = None
+
+    @property
+    def timeout(self) -> float:
+        return self.hosts.timeout
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     @abstractmethod
     def start(self, sends: Messages, receives: Messages) -> Pending:
-        """Begin to send arrays, and to fill others; both stay as they are until `wait` returns.
+        """Begin to send arrays, and to fill others.
 
         Contiguous arrays; those of no bytes need no message. What two ranks send each other is
-        matched in order.
+        matched in order. Work that writes to what is sent, or uses what is filled, must be ordered
+        after it by `wait`. May block the host until earlier transfers are done.
+
+        Raises
+        ------
+        RankError, RankTimeoutError
         """
 
     @abstractmethod
     def all_reduce(self, a: Any) -> Pending:
-        """Begin to put the sum over all ranks into `a`, contiguous, of float32 or float64."""
+        """Begin to put the sum over all ranks into `a`, contiguous, of float32 or float64; as
+        `start`."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -124,10 +140,13 @@ class Communicator(ABC):
             What `find` raises; or ranks differ.
         RankError
             What `find` raised on another rank, in words.
+        RankError, RankTimeoutError
+            Another rank has failed, has left or does not come; then the group is of no more use.
 
         Notes
         -----
-        After such an error nothing is on its way, and the group is as good as before.
+        After errors of the first two kinds nothing is on its way, and the group is as good as
+        before.
         """
         if self._broken is not None:
             raise RankError(

@@ -196,7 +196,7 @@ class _Turn:
             whole = namespace(a).empty(shape, a.dtype)
             for piece, chunks in zip(pieces, side.chunks, strict=True):
                 for chunk in chunks:
-                    rows = piece[:, :, chunk.at : chunk.at + chunk.length]
+                    rows = piece[:, :, chunk.local_start : chunk.local_start + chunk.length]
                     whole[:, :, chunk.start : chunk.start + chunk.length] = rows
             found.append(whole)
         return found

@@ -21,7 +21,7 @@ from cufa.distributed.sequence import Chunk, Part, visible_parts
 from cufa.gradients import Gradients, Saved
 from cufa.long import alibi
 from cufa.long.sums import GradientSum, RunningOutput
-from cufa.merging import plain_sum
+from cufa.merging import plain_sum, wide_place
 from cufa.options import numpy_dtype
 from cufa.problem import Causal, Problem
 
@@ -50,12 +50,12 @@ def ring_attention(
     """Attention over a sequence that is split over ranks; each rank calls it with its own rows.
 
     Keys and values travel round the ring of ranks; while a rank computes with one block, the next
-    is on its way. A rank holds two blocks of others at most.
+    is on its way. A rank holds three blocks of others at most.
 
     Parameters
     ----------
     comm : Communicator
-        Of `cufa.distributed.connect`.
+        From `cufa.distributed.connect`.
     q, k, v : array
         This rank's rows of the whole sequence, as `cufa.attention` takes arrays. Ranks may have
         different numbers of rows, and none; all else is the same on all ranks.
@@ -83,7 +83,7 @@ def ring_attention(
     ArgumentError, DeviceError, DTypeError, ShapeError
         As `cufa.attention` does; or ranks differ in what must be the same. On every rank.
     RankError, RankTimeoutError
-        Another rank failed or is late; the message names it.
+        Another rank failed or is late; the message names it, or those that it may be.
     UnsupportedError
         mask, bias or dropout; `alibi_slopes` with ``causal="top_left"`` and not as many queries as
         keys; or as `cufa.attention`.
@@ -159,7 +159,7 @@ def ring_attention_backward(
     Notes
     -----
     The parts of a gradient are rounded to the dtype of `q` and summed in float32 (float64 for
-    float64 inputs), as they travel. What a rank computes of its own keys is added last.
+    float64 inputs), as they travel. A rank's own part of its dk and dv is added last.
     """
     arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
     saved = Saved(dout, out, lse, dlse)
@@ -169,25 +169,24 @@ def ring_attention_backward(
     with comm.together(name), np.errstate(all="ignore"):  # as attention: overflow is infinite
         scores = _Scores(call, alibi_slopes)
         work = _Backward(call, scores, q, saved, bool(deterministic))
-        home = _Home(comm, call)
+        relay = _GradientRelay(comm, call)
         for step, block in _travel(comm, call, k, v):
-            home.add(step, work.gradients(block, _parts(call, comm.rank, step)))
-        # Beside the last transfer.
-        dsink = None if sink is None else work.of_sink(comm, k, v, sink)
+            relay.add(step, work.gradients(block, _parts(call, comm.rank, step)))
+        # While the last transfer runs; a sum over ranks comes behind it.
         dq = work.dq().astype(q.dtype, copy=False)
-        dq, dk, dv = (as_given(a, q, layout) for a in (dq, *home.arrive(q.dtype)))
+        dsink = None if sink is None else work.of_sink(comm, k, v, sink)
+        dq, dk, dv = (as_given(a, q, layout) for a in (dq, *relay.finish(q.dtype)))
     return Gradients(dq, dk, dv, None, dsink)
 
 
 def _travel(comm: Communicator, call: Call, k: Any, v: Any) -> Iterator[tuple[int, _Block]]:
     """The block of each step; while the caller computes with one, the next is on its way."""
     block = [namespace(a).ascontiguousarray(by_heads(a, call.layout)) for a in (k, v)]
-    dtypes = [a.dtype for a in block]
     steps = _steps(call.queries, call.keys, call.whole)
     for step in range(steps):
         pending, following = None, block
         if step + 1 < steps:
-            pending, following = _pass_on(comm, call, block, 1, step + 1, dtypes)
+            pending, following = _pass_on(comm, call, block, 1, step + 1, k.dtype)
         yield step, block
         if pending:
             pending.wait()
@@ -195,16 +194,13 @@ def _travel(comm: Communicator, call: Call, k: Any, v: Any) -> Iterator[tuple[in
 
 
 def _pass_on(
-    comm: Communicator, call: Call, block: _Block, distance: int, step: int, dtypes: list[Any]
+    comm: Communicator, call: Call, block: _Block, distance: int, step: int, dtype: Any
 ) -> tuple[Pending, _Block]:
-    """Begin to send a block so many ranks on, and to receive the one that belongs to a step, whose
-    arrays have these dtypes."""
+    """Begin to send a block so many ranks on, and to receive that of a step from as many ranks
+    back, in a dtype of its own."""
     to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
     seqlen = rows_in(call.keys[_owner(comm.rank, step, comm.size)])
-    following = [
-        namespace(a).empty((*a.shape[:-2], seqlen, a.shape[-1]), dtype)
-        for a, dtype in zip(block, dtypes, strict=True)
-    ]
+    following = [namespace(a).empty((*a.shape[:-2], seqlen, a.shape[-1]), dtype) for a in block]
     pending = comm.start([(a, to) for a in block], [(a, source) for a in following])
     return pending, following
 
@@ -224,7 +220,7 @@ def _parts(call: Call, rank: int, step: int) -> tuple[Part, ...]:
 def _steps(
     queries: tuple[tuple[Chunk, ...], ...], keys: tuple[tuple[Chunk, ...], ...], whole: Problem
 ) -> int:
-    """Steps until no rank sees anything of what would come next."""
+    """Steps of the ring, until no rank sees any key of what would come next."""
     size = len(queries)
     for step in reversed(range(1, size)):
         owners = (_owner(rank, step, size) for rank in range(size))
@@ -241,7 +237,7 @@ class _Scores:
         self._slopes = None if slopes is None else narrowed(slopes, call.own.accumulator)
 
     def options(self, part: Part) -> dict[str, Any]:
-        """Of `attention`."""
+        """Options of `attention`, ALiBi among them."""
         options = {"window": part.window, **self._call.options()}
         if part.piece.side == "across":
             return {**options, "alibi_slopes": self._given}
@@ -251,12 +247,15 @@ class _Scores:
         return options
 
     def moved(self, lse: Any, part: Part, sign: int) -> Any:
-        """The lse of a part with what ALiBi takes from its rows, by sign -1, or from there back."""
+        """The lse of a part from that of its call to that of the whole problem, or back, as
+        `alibi.moved` says."""
         if part.piece.side not in ("left", "right"):
             return lse
         xp = namespace(lse)
         of_rows = alibi.of_rows(xp, self._call.whole, part.piece, self._slopes)
-        return alibi.moved(xp, lse, of_rows[(0,) * max(0, of_rows.ndim - lse.ndim)], sign)
+        if of_rows.ndim > lse.ndim:  # slopes with an axis for a batch that arrays have not
+            of_rows = of_rows[0]
+        return alibi.moved(xp, lse, of_rows, sign)
 
 
 def _attend(scores: _Scores, rows: Any, block: _Block, part: Part) -> tuple[Any, Any]:
@@ -320,7 +319,7 @@ class _Backward:
         return GradientSum(namespace(self._q), self._call.own.accumulator)
 
 
-class _Home:
+class _GradientRelay:
     """Sums of the gradients of a block: they follow it round the ring and then go home, where what
     its own rank adds has waited for them."""
 
@@ -336,32 +335,31 @@ class _Home:
         if step == 0:
             self._own = gradients
             return
-        comm, call = self._comm, self._call
+        comm, call, wide = self._comm, self._call, self._call.own.accumulator
         if self._pending:
             self._pending.wait()
-            gradients = [self._sum(*both) for both in zip(self._sums, gradients, strict=True)]
-        dtype = self._dtype(comm.rank, step)
-        gradients = [a.astype(dtype, copy=False) for a in gradients]
-        is_last = step + 1 == self._steps
-        distance, following = (-step, 0) if is_last else (1, step + 1)
-        source = (comm.rank - distance) % comm.size
-        coming = [self._dtype(source, step)] * len(gradients)
+            for n, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
+                gradients[n] = wide_place(total, wide)
+                plain_sum(total, gradient, gradients[n], wide)
+        own_dtype = self._dtype(comm.rank, step)
+        gradients = [a.astype(own_dtype, copy=False) for a in gradients]
+        # After the last step straight to the owner.
+        distance, following = (-step, 0) if step + 1 == self._steps else (1, step + 1)
+        coming = self._dtype((comm.rank - distance) % comm.size, step)
         self._pending, self._sums = _pass_on(comm, call, gradients, distance, following, coming)
 
-    def arrive(self, dtype: Any) -> _Block:
+    def finish(self, dtype: Any) -> _Block:
         """The gradients of this rank's own keys and values."""
         if self._pending is None:
             return [a.astype(dtype, copy=False) for a in self._own]
         self._pending.wait()
-        return [self._sum(*both, dtype) for both in zip(self._own, self._sums, strict=True)]
+        found = [namespace(a).empty(a.shape, dtype) for a in self._own]
+        for a, b, total in zip(self._own, self._sums, found, strict=True):
+            plain_sum(a, b, total, self._call.own.accumulator)
+        return found
 
     def _dtype(self, rank: int, step: int) -> Any:
-        """In which a rank sends its sums on: what is one part still has the dtype of that part."""
+        """In which a rank sends its sums on, so that another can tell: that of what `GradientSum`
+        gives for one part, before anything has been added to it, else the accumulator's."""
         own, is_part = self._call.own, step == 1 and len(_parts(self._call, rank, step)) == 1
         return numpy_dtype(own.dtype if is_part else own.accumulator)
-
-    def _sum(self, a: Any, b: Any, dtype: Any = None) -> Any:
-        wide = self._call.own.accumulator
-        total = namespace(a).empty(a.shape, dtype or wide)
-        plain_sum(a, b, wide, total)
-        return total

@@ -95,21 +95,21 @@ def shortest_hidden(machine: Machine, ranks: int, shape: Shape, backward: bool =
 
 
 def ring_efficiency(machine: Machine, ranks: int, shape: Shape, backward: bool = False) -> float:
-    """Time of one card for the whole, over the time of all ranks together."""
+    """Parallel efficiency: time of one card, over `ranks` times that of all ranks together."""
     step = ring_step(machine, ranks, shape, backward)
     # The first step is of the rank's own block, beside the first transfer; in the last nothing
     # moves.
-    exposed = max(step) * (ranks - 1) + step.compute
+    total = max(step) * (ranks - 1) + step.compute
     if ranks > 1:
         # Results of each step are put together with those before, and rounded at the end.
         numbers = _of_rows(shape, ranks, shape.heads)
         if backward:
             # The sums go home; those of two ranks are single parts.
             itemsize = shape.itemsize if ranks == 2 else 4
-            exposed += _transfer(machine, ranks, shape, itemsize)
+            total += _transfer(machine, ranks, shape, itemsize)
             numbers += 2 * _of_rows(shape, ranks, shape.kv_heads)
-        exposed += ranks * numbers / machine.elementwise
-    return ranks * step.compute / exposed
+        total += ranks * numbers / machine.elementwise
+    return ranks * step.compute / total
 
 
 def head_parallel_exchange(machine: Machine, ranks: int, shape: Shape) -> float:

@@ -1,8 +1,7 @@
 """How a sequence lies on the ranks, and what of each other's rows two ranks can see.
 
-Source of the zigzag split: Brandon et al., arXiv:2311.09431 (striped attention, the same aim by
-single rows); the two chunks of each rank are those of Llama 3's context parallelism,
-arXiv:2407.21783, section 3.3.2.
+Source of the zigzag split: the context parallelism of Llama 3, arXiv:2407.21783, section 3.3.2.
+Striped attention, Brandon et al., arXiv:2311.09431, deals out single rows to the same end.
 """
 
 from __future__ import annotations
@@ -25,14 +24,16 @@ class Chunk(NamedTuple):
 
     start: int
     length: int
-    at: int
+    local_start: int
 
 
 class Part(NamedTuple):
-    """Queries of a rank and keys of a block, by their places there, that are one call of attention.
+    """One call of attention: rows of a rank's queries and of a block's keys, counted from the start
+    of the rank's arrays.
 
     `window` is that of the call: None where each of the queries sees all of the keys. `piece` is
-    the same, or the first of what was joined, in the whole sequence.
+    the same in the whole sequence; of joined parts, the first. ALiBi alone reads it, and with it
+    parts are not joined.
     """
 
     rows: slice
@@ -58,12 +59,15 @@ def zigzag_split(a: Any, rank: int, size: int, *, axis: int = -2) -> Any:
     Returns
     -------
     array
-        A copy. Of any length, also 0, where the sequence is shorter than ``2 * size``.
+        A copy: the two chunks in this order. Lengths may differ between ranks, and be 0 where the
+        sequence is shorter than ``2 * size``.
 
     Raises
     ------
-    ArgumentError, DTypeError
-        `rank` is not below `size`.
+    ArgumentError
+        `rank` is not below `size`, or one of them is too small.
+    DTypeError
+        They are no integers.
     """
     size = plain_integer("size", size, 1)
     if not plain_integer("rank", rank, 0) < size:
@@ -73,9 +77,19 @@ def zigzag_split(a: Any, rank: int, size: int, *, axis: int = -2) -> Any:
 
 
 def zigzag_join(parts: Sequence[Any], *, axis: int = -2) -> Any:
-    """The whole sequence from the rows of all ranks, in the order of the ranks.
+    """The whole sequence from the rows of all ranks: `zigzag_split` backwards.
 
-    `zigzag_split` backwards; for an lse, whose last axis is the sequence, pass ``axis=-1``.
+    Parameters
+    ----------
+    parts : sequence of array
+        Of each rank, in the order of the ranks.
+    axis : int, default -2
+        Of the sequence; -3 in layout "bshd", -1 of an lse.
+
+    Returns
+    -------
+    array
+        A copy.
 
     Raises
     ------
@@ -85,7 +99,7 @@ def zigzag_join(parts: Sequence[Any], *, axis: int = -2) -> Any:
     lengths = [part.shape[axis] for part in parts]
     every = chunks_of("zigzag", lengths, "parts")
     placed = [
-        (chunk.start, _on_axis(part, axis, chunk._replace(start=chunk.at)))
+        (chunk.start, _on_axis(part, axis, chunk._replace(start=chunk.local_start)))
         for part, chunks in zip(parts, every, strict=True)
         for chunk in chunks
     ]
@@ -95,7 +109,8 @@ def zigzag_join(parts: Sequence[Any], *, axis: int = -2) -> Any:
 
 
 def chunks_of(split: str, lengths: Sequence[int], name: str) -> tuple[tuple[Chunk, ...], ...]:
-    """Of each rank, the chunks that its rows are, where the ranks have so many rows.
+    """Where the rows of each rank lie in the whole sequence, if the ranks have so many; `name` is
+    that of the argument.
 
     Raises
     ------
@@ -127,18 +142,18 @@ def visible_parts(
         for k in keys:
             rows, columns = (slice(c.start, c.start + c.length) for c in (q, k))
             for piece in pieces(whole, rows, columns):
-                own = (_moved(piece.rows, q), _moved(piece.keys, k))
+                own = (_local(piece.rows, q), _local(piece.keys, k))
                 _append(found, Part(*own, piece.window, piece))
     return tuple(found)
 
 
-def _moved(part: slice, chunk: Chunk) -> slice:
+def _local(part: slice, chunk: Chunk) -> slice:
     """Rows of the whole sequence as they are counted on their rank."""
-    return slice(*(n - chunk.start + chunk.at for n in (part.start, part.stop)))
+    return slice(*(n - chunk.start + chunk.local_start for n in (part.start, part.stop)))
 
 
 def _append(found: list[Part], part: Part) -> None:
-    """Add a part, in one with those beside it where they are one call: larger calls are faster."""
+    """Add a part, joined with those beside it where one call can do both: large ones are faster."""
     while found and (joined := _joined(found[-1], part)):
         found.pop()
         part = joined
@@ -159,8 +174,8 @@ def _joined(a: Part, b: Part) -> Part | None:
 
 
 def _causal_square(first: Part, between: Part, last: Part) -> Part | None:
-    """Two squares on the diagonal of a causal problem, and what lies before the second one, as the
-    square that they are."""
+    """The causal square that two squares on the diagonal and the whole one below them make; None
+    if they do not."""
     is_causal = all(
         part.window == (None, 0) and length_of(part.rows) == length_of(part.keys)
         for part in (first, last)

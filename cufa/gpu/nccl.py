@@ -22,20 +22,20 @@ class _Transfer:
         self._group, self._what, self._arrays = group, what, arrays
         self._done = Event(disable_timing=True)
         self._done.record(group.stream)
-        self.has_follower = False
+        self.is_waited_for = False
 
     def wait(self) -> None:
         get_current_stream().wait_event(self._done)
-        self.has_follower = True
+        self.is_waited_for = True
 
     def settle(self) -> None:
-        """On the host, so that a rank that never answers is an error and no hang."""
+        """Wait on the host, so that a rank that never answers is an error and no hang."""
         group, deadline = self._group, Deadline(self._group.timeout)
         while not self._done.done:
             group.check()
             if deadline.is_over():
                 raise RankTimeoutError(
-                    f"{self._what} with rank {group.rank} is not done within {group.timeout:g} s "
+                    f"{self._what} is not done on rank {group.rank} within {group.timeout:g} s "
                     "(timeout=)"
                 )
 
@@ -43,8 +43,8 @@ class _Transfer:
 class NCCLCommunicator(Communicator):
     """Ranks that send each other CuPy arrays by NCCL, in a stream of its own.
 
-    Each rank's arrays are on its own card, which becomes CuPy's current device. What begins waits
-    for the work so far in CuPy's current stream, and nothing else.
+    Each rank's arrays are on its own card, which becomes CuPy's current device. A transfer begins
+    after the work so far in CuPy's current stream, and after those before it.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ class NCCLCommunicator(Communicator):
             nccl.groupEnd()
         arrays = [a for messages in (sends, receives) for a, _ in messages]
         ranks = sorted({rank for messages in (sends, receives) for _, rank in messages})
-        return self._begun(f"a transfer of ranks {', '.join(map(str, ranks))}", arrays)
+        return self._begun(f"a transfer with rank {', '.join(map(str, ranks))}", arrays)
 
     def all_reduce(self, a: Any) -> _Transfer:
         self._begin()
@@ -109,7 +109,8 @@ class NCCLCommunicator(Communicator):
         return self._begun("a sum over all ranks", [a])
 
     def settle(self) -> None:
-        self._settle_but(0)
+        while self._unsettled:
+            self._settle_first()
 
     def check(self) -> None:
         """Raise if another rank, or NCCL, has failed."""
@@ -126,27 +127,27 @@ class NCCLCommunicator(Communicator):
         super().close()
 
     def _begin(self) -> None:
-        """The stream follows CuPy's current one.
+        """Order what comes next in NCCL's stream after the work in CuPy's current one.
 
-        And the other way round, unless that would be to wait for transfers before: else kernels of
-        attention take all multiprocessors, and NCCL's cannot begin until they are done.
+        Transfers whose arrays are in use by now are settled first, and let go of their arrays. If
+        none is left, the current stream also waits until NCCL's has come here: else attention's
+        kernel may take all multiprocessors just before NCCL's kernel, which then waits for its end.
+        If one is left, the current stream would wait for all of it.
         """
-        self._settle_but(1)
+        while self._unsettled and self._unsettled[0].is_waited_for:
+            self._settle_first()
         current = get_current_stream()
         _follow(self.stream, current)
-        if all(transfer.has_follower for transfer in self._unsettled):
+        if not self._unsettled:
             _follow(current, self.stream)
 
     def _begun(self, what: str, arrays: list[Any]) -> _Transfer:
         self._unsettled.append(_Transfer(self, what, arrays))
         return self._unsettled[-1]
 
-    def _settle_but(self, count: int) -> None:
-        """All transfers but so many of the last ones: these may wait for work that was launched
-        after the others, of which a card then never runs out."""
-        while len(self._unsettled) > count:
-            self._unsettled[0].settle()
-            self._unsettled.popleft()
+    def _settle_first(self) -> None:
+        self._unsettled[0].settle()
+        self._unsettled.popleft()
 
     def _move(self, method: Callable[..., None], a: Any, rank: int) -> None:
         if a.nbytes:  # as bytes: NCCL of CuPy does not know every dtype
@@ -154,7 +155,7 @@ class NCCLCommunicator(Communicator):
 
 
 def _follow(stream: Any, other: Any) -> None:
-    """What is put into a stream from now on begins when the other has come here."""
+    """Make a stream wait for the work so far in another."""
     reached = Event(disable_timing=True)
     reached.record(other)
     stream.wait_event(reached)

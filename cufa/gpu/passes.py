@@ -1,6 +1,6 @@
 """Array expressions in one pass over the memory, by CuPy's own generator of such kernels.
 
-They are compiled as CuPy's others are: what is below the smallest normal number counts as zero.
+CuPy compiles all its kernels with ``-ftz=true``: subnormal numbers are zero in them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ weighted_sum = ElementwiseKernel(
     "cufa_weighted_sum",
 )
 
-#: `cufa.merging.plain_sum`, by the accumulator's dtype.
+#: `cufa.merging.plain_sum`, by the accumulator's dtype: CuPy takes types from arrays alone, and
+#: here none need be of that one.
 plain_sum = {
     dtype: ElementwiseKernel(
         "A a, B b",

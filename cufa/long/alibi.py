@@ -46,7 +46,8 @@ def of_rows(xp: Any, problem: Problem, piece: Piece, slopes: Any) -> Any:
 
 
 def moved(xp: Any, lse: Any, of_rows: Any, sign: int) -> Any:
-    """lse of rows without (`sign` -1) or with (1) what `of_rows` says.
+    """The lse of a piece from what its call gives, which lacks what ALiBi takes of each row
+    (`of_rows`), to that of the whole problem (`sign` -1), or back (1).
 
     A row that sees no key keeps -inf, also where what ALiBi takes is infinite.
     """

@@ -72,7 +72,8 @@ def held_bytes(problem: Problem, sizes: Sizes, backward: bool) -> int:
 
     - q, two blocks of it: ``2 d e``;
     - a partial output and lse, and those that are on their way to the host: ``2 (d_v e + a)``;
-    - their sum, and a product that is added to it: ``2 d_v a``; numbers of a row: ``8 a``;
+    - their sum, and what it was before, or a product that is added to it: ``2 d_v a``; numbers of a
+      row: ``8 a``;
 
     and for each key of each key/value head two blocks of k and v: ``2 (d + d_v) e``. Backward there
     are two blocks of dout, out, lse and dlse too, two of dq and its sum, of dk and dv likewise. A

@@ -1,4 +1,7 @@
-"""What a block of queries or keys comes to while it meets others, in the accumulator's dtype."""
+"""What a block of queries or keys comes to while it meets others.
+
+The result of a single call is kept in its own dtype; several are summed in the accumulator's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.merging import merged_weights, plain_sum, weighted_sum
+from cufa.merging import merged_weights, plain_sum, weighted_sum, wide_place
 
 
 class RunningOutput:
@@ -21,20 +24,26 @@ class RunningOutput:
         self._lse: Any = None
 
     def add(self, rows: slice, count: int, out: Any, lse: Any) -> None:
-        """Merge the result of some of the rows, of which there are `count`, over other keys."""
+        """Merge the result of some of the rows, of which there are `count`, over other keys.
+
+        `out` and `lse` may be kept, and written to.
+        """
         if self._out is None and rows == slice(0, count):
-            self._out, self._lse = out, lse  # most often the only one: as attention has given it
+            self._out, self._lse = out, lse  # most often the only one
             return
         if self._out is None or rows != slice(0, count):
             self._widen((*out.shape[:-2], count, out.shape[-1]))
-        target = _wide_place(self._xp, self._out, self._accumulator)
+        target = wide_place(self._out, self._accumulator)
         lse, kept, added = merged_weights(self._lse[..., rows], lse)
         before = self._out[..., rows, :]
         weighted_sum(before, kept[..., None], out, added[..., None], target[..., rows, :])
         self._out, self._lse[..., rows] = target, lse
 
     def finish(self, shape: tuple[int, ...], sink: Any) -> tuple[Any, Any]:
-        """What there is, with a sink for each head; to begin anew."""
+        """Output and lse, with a sink for each head; 0 and -inf if nothing was added. Starts anew.
+
+        The output of a single call without a sink has that call's dtype.
+        """
         if self._out is None or sink is not None:
             self._widen(shape)
         out, lse = self._out, self._lse
@@ -45,7 +54,7 @@ class RunningOutput:
         return out, lse
 
     def _widen(self, shape: tuple[int, ...]) -> None:
-        """The accumulator's dtype from now on."""
+        """The accumulator's dtype from now on, for rows without a result too."""
         if self._out is None:
             self._out = self._xp.zeros(shape, self._accumulator)
             self._lse = self._xp.full(shape[:-1], -np.inf, self._accumulator)
@@ -53,35 +62,31 @@ class RunningOutput:
 
 
 class GradientSum:
-    """The sum of what pieces add to a gradient of a block, of axes (..., rows, head_dim)."""
+    """The sum of what calls add to a gradient of a block, of axes (..., rows, head_dim)."""
 
     def __init__(self, xp: Any, accumulator: str) -> None:
         self._xp, self._accumulator = xp, accumulator
         self._total: Any = None
 
-    def add(self, where: slice, count: int, part: Any) -> None:
-        """Add to some of the rows, of which there are `count`."""
-        if self._total is None and where == slice(0, count):
+    def add(self, rows: slice, count: int, part: Any) -> None:
+        """Add to some of the rows, of which there are `count`; `part` may be kept, and written
+        to."""
+        if self._total is None and rows == slice(0, count):
             self._total = part
             return
         if self._total is None:
             shape = (*part.shape[:-2], count, part.shape[-1])
             self._total = self._xp.zeros(shape, part.dtype)
-            self._total[..., where, :] = part
+            self._total[..., rows, :] = part
             return
-        if where != slice(0, count):
+        if rows != slice(0, count):
             self._total = self._total.astype(self._accumulator, copy=False)
-        target = _wide_place(self._xp, self._total, self._accumulator)
-        before = self._total[..., where, :]
-        plain_sum(before, part, self._accumulator, target[..., where, :])
+        target = wide_place(self._total, self._accumulator)
+        before = self._total[..., rows, :]
+        plain_sum(before, part, target[..., rows, :], self._accumulator)
         self._total = target
 
     def finish(self, shape: tuple[int, ...]) -> Any:
-        """What there is, of one part in that part's dtype; to begin anew."""
+        """The sum, of one part in that part's dtype; 0 if nothing was added. Starts anew."""
         total, self._total = self._total, None
         return self._xp.zeros(shape, self._accumulator) if total is None else total
-
-
-def _wide_place(xp: Any, a: Any, accumulator: str) -> Any:
-    """Where a sum of all that is in `a` and something else can go: there, if it is wide enough."""
-    return a if a.dtype == accumulator else xp.empty_like(a, accumulator)

@@ -219,7 +219,8 @@ class Sweep(ABC):
             self.add(block, piece, cut, options)
 
     def move_lse(self, block: Block, piece: Piece, lse: Any, sign: int) -> Any:
-        """lse of rows (`sign` -1) without and (1) with what ALiBi takes of their nearest keys."""
+        """The lse of a piece from that of its call to that of the whole problem, or back, as
+        `alibi.moved` says."""
         slopes = self.slopes[block.batch, self.heads(block)]
         of_rows = alibi.of_rows(self.xp, self.problem, piece, slopes)
         return alibi.moved(self.xp, lse, of_rows, sign)

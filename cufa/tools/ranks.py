@@ -1,7 +1,7 @@
 """`bench --distributed`: attention of all ranks together beside one of them alone.
 
-A time is from when all ranks have begun to when the last is done, on the host's clock; it includes
-the checks that the ranks make together.
+A time is the longest of all ranks', each from when it has heard that all are ready until its work
+is done, on the host's clock; it includes the checks that the ranks make together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ SHAPES = {
     "numpy": {"seqlen": [512, 1024], "head_dim": [64]},
 }
 #: Seconds that the calls of one round are to last.
-_ROUND = 0.2
+_ROUND_SECONDS = 0.2
+#: Seconds that ranks wait for each other, also while one works alone.
+_TIMEOUT = 600
 #: Options of bench that have no meaning here.
 _OTHERS = ("preset", "peer", "algorithm", "sustained", "seqlen_q")
 
@@ -65,7 +67,7 @@ def measure(
         if getattr(options, name) is None:
             setattr(options, name, value)
     joining = {"address": options.address, "rank": options.rank, "size": options.size}
-    with distributed.connect(xp=_library(backend), timeout=600, **joining) as comm:
+    with distributed.connect(xp=_library(backend), timeout=_TIMEOUT, **joining) as comm:
         rig = make_rig(backend)
         works = find(options, rig)
         facts = {"cufa": cufa.__version__, **rig.facts, "ranks": comm.size}
@@ -93,10 +95,11 @@ def _measure(comm: Communicator, rig: Rig, work: Workload, rounds: int) -> Resul
     own = replace(work, seqlen_q=rows, seqlen_k=rows)
     split = {"split": "zigzag" if work.causal else "contiguous"}
     alone = _call(work, draw(rig.xp, work)[0]) if comm.rank == 0 else _nothing
+    inputs = draw(rig.xp, own)[0]
     calls = {
         "one rank": alone,
-        f"ring of {comm.size}": _call(own, draw(rig.xp, own)[0], comm, "ring", **split),
-        f"heads over {comm.size}": _call(own, draw(rig.xp, own)[0], comm, "head_parallel", **split),
+        f"ring of {comm.size}": _call(own, inputs, comm, "ring", **split),
+        f"heads over {comm.size}": _call(own, inputs, comm, "head_parallel", **split),
     }
     found = {name: _time(comm, rig, call, rounds) for name, call in calls.items()}
     rig.release()
@@ -134,7 +137,7 @@ def _call(
 def _time(comm: Communicator, rig: Rig, call: Callable[[], Any], rounds: int) -> Figures:
     """Of a call that each rank makes, after a first round that does not count."""
     first, _ = _round(comm, rig, call, 1)
-    count = max(1, int(_ROUND / max(first, 1e-6)))
+    count = max(1, int(_ROUND_SECONDS / max(first, 1e-6)))
     found = [_round(comm, rig, call, count) for _ in range(rounds)]
     done, queued = (np.array(times) / count for times in zip(*found, strict=True))
     return Figures(tuple((1e3 * done).tolist()), tuple((1e6 * queued).tolist()))
