@@ -66,5 +66,10 @@ def test_bench_times_all_ranks_beside_one(tmp_path):
     done = mpirun.run(2, "-m", "cufa", "bench", *options)
     assert done.returncode == 0, done.stdout
     (row,) = json.loads(file.read_text())["rows"]
-    assert list(row["contenders"]) == ["one rank", "ring of 2", "heads over 2"]
+    assert list(row["contenders"]) == [
+        "one rank",
+        "ring of 2",
+        "without transfers",
+        "heads over 2",
+    ]
     assert all(found["median_ms"] > 0 for found in row["contenders"].values())

@@ -18,6 +18,7 @@ import numpy as np
 import cufa
 from cufa import distributed
 from cufa.distributed import Communicator
+from cufa.distributed.communicator import Messages, Pending
 from cufa.errors import ArgumentError
 from cufa.tools.results import Report, Result
 from cufa.tools.rigs import Rig, make_rig, obstacle
@@ -99,6 +100,7 @@ def _measure(comm: Communicator, rig: Rig, work: Workload, rounds: int) -> Resul
     calls = {
         "one rank": alone,
         f"ring of {comm.size}": _call(own, inputs, comm, "ring", **split),
+        "without transfers": _call(own, inputs, _WithoutTransfers(comm), "ring", **split),
         f"heads over {comm.size}": _call(own, inputs, comm, "head_parallel", **split),
     }
     found = {name: _time(comm, rig, call, rounds) for name, call in calls.items()}
@@ -110,8 +112,27 @@ def _nothing() -> None:
     """What other ranks do while one works alone."""
 
 
+class _WithoutTransfers:
+    """A communicator to which what a rank sends comes back: a ring takes as long as its work does,
+    with copies on the rank's own device."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def start(self, sends: Messages, receives: Messages) -> Pending:
+        for (a, _), (b, _) in zip(sends, receives, strict=True):
+            b[...] = a
+        return self
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
 def _call(
-    work: Workload, inputs: Inputs, comm: Communicator | None = None, kind: str = "", **split: str
+    work: Workload, inputs: Inputs, comm: Any = None, kind: str = "", **split: str
 ) -> Callable[[], Any]:
     """A call on a rank's rows, or, without a communicator, of the whole on one."""
     forward: Callable[..., Any] = cufa.attention
