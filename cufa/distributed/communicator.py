@@ -184,6 +184,7 @@ class Communicator(ABC):
         try:
             yield
             self.settle()
+            self.hosts.check()  # this rank may have all it needs from one that has failed since
         except BaseException as error:
             self._fail(call, error)
             raise
@@ -198,8 +199,10 @@ class Communicator(ABC):
                 f"rank {self.rank} failed{call and f' in {call}'}: {type(error).__name__}: {error}"
             )
         self._broken = text
-        self.hosts.fail(text)
-        self.abandon()
+        try:
+            self.hosts.fail(text)
+        finally:
+            self.abandon()
 
 
 def _compare(

@@ -159,7 +159,8 @@ def ring_attention_backward(
     Notes
     -----
     The parts of a gradient are rounded to the dtype of `q` and summed in float32 (float64 for
-    float64 inputs), as they travel. A rank's own part of its dk and dv is added last.
+    float64 inputs), as they travel. A rank's own part of its dk and dv is added last. A part that
+    the dtype of `q` cannot hold is infinite, and so is a sum in which it stands, or NaN.
     """
     arrays = Arrays(q, k, v, alibi_slopes=alibi_slopes, sink=sink)
     saved = Saved(dout, out, lse, dlse)

@@ -87,6 +87,7 @@ class NCCLCommunicator(Communicator):
             self._nccl = nccl.NcclCommunicator(self.size, bytes(uniques[0]), self.rank)
             # Before the blocks of attention, which would leave no multiprocessor to it.
             self.stream = Stream(non_blocking=True, priority=-1)
+            self._meet_neighbours()
 
     def start(self, sends: Messages, receives: Messages) -> _Transfer:
         self._begin()
@@ -125,6 +126,14 @@ class NCCLCommunicator(Communicator):
         if self._broken is None:
             self._nccl.destroy()
         super().close()
+
+    def _meet_neighbours(self) -> None:
+        """Send a byte round the ring, both ways: NCCL connects two ranks at their first transfer,
+        for which the host waits without a limit, and now all ranks are known to come."""
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        for to, source in ((after, before), (before, after)):
+            sent, come = cupy.zeros(1, "uint8"), cupy.zeros(1, "uint8")
+            self.start([(sent, to)], [(come, source)]).wait()
 
     def _begin(self) -> None:
         """Order what comes next in NCCL's stream after the work in CuPy's current one.
