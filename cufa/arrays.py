@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterator
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -151,6 +152,16 @@ def narrowed(a: Any, dtype: str) -> Any:
 def distinct(a: Any) -> Any:
     """`a` with one element along each axis that only repeats it."""
     return a[tuple(slice(1) if stride == 0 else slice(None) for stride in a.strides)]
+
+
+def parts_of(a: Any, limit: int) -> Iterator[Any]:
+    """Views that make up an array, in order, of at most `limit` elements each."""
+    if a.size <= limit:
+        yield a
+        return
+    step = max(1, len(a) * limit // a.size)
+    for start in range(0, len(a), step):
+        yield from parts_of(a[start : start + step] if step > 1 else a[start], limit)
 
 
 def four_axes(a: Any, layout: str) -> Any:

@@ -60,6 +60,13 @@ def plain_sum(a: Any, b: Any, out: Any, accumulator: str) -> None:
     np.add(a, b, out=out)
 
 
+def wide_sum(a: Any, b: Any, accumulator: str) -> Any:
+    """``a + b`` in the accumulator's dtype; in the place of `a`, if it has that dtype."""
+    total = wide_place(a, accumulator)
+    plain_sum(a, b, total, accumulator)
+    return total
+
+
 def wide_place(a: Any, accumulator: str) -> Any:
     """Where the sum of `a` and something else can go: `a`, if it has the accumulator's dtype."""
     return a if a.dtype == accumulator else namespace(a).empty_like(a, accumulator)

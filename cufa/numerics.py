@@ -11,7 +11,7 @@ rows: both where the arrays are, so that of CuPy's only the sampled rows' result
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cufa import interop
-from cufa.arrays import CPU, Arrays, describe, is_foreign, namespace, sign
+from cufa.arrays import CPU, Arrays, describe, is_foreign, namespace, parts_of, sign
 from cufa.errors import DeviceError, DTypeError, ShapeError
 from cufa.options import dtype_name, plain_integer, shown
 from cufa.problem import Causal, Problem, Window, make_problem
@@ -304,22 +304,12 @@ def _check_result(name: str, a: Any, shape: tuple[int, ...], dtype: str, device:
 def _counts(xp: Any, a: Any) -> Counts:
     """Counted in parts, so that no copy of the whole is made."""
     total = xp.zeros(3, "int64")
-    for part in _parts(a, _COUNTED):
+    for part in parts_of(a, _COUNTED):
         if part.dtype.itemsize == 2:
             part = part.astype("float32")
         tests = (xp.isnan(part), part == np.inf, part == -np.inf)
         total += xp.stack([test.sum() for test in tests])
     return Counts(*map(int, total))
-
-
-def _parts(a: Any, limit: int) -> Iterator[Any]:
-    """`a` in views of at most `limit` elements."""
-    if a.size <= limit:
-        yield a
-        return
-    step = max(1, len(a) * limit // a.size)
-    for start in range(0, len(a), step):
-        yield from _parts(a[start : start + step] if step > 1 else a[start], limit)
 
 
 def _sample(problem: Problem, rows: int, seed: int) -> list[Row]:

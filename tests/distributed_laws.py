@@ -17,12 +17,13 @@ from distributed_jobs import (
     layer,
     layer_with,
 )
+from gradient_parts import largest_sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_problems import LayerCase, formula, layer_cases
 
 import cufa
-from cufa import reference, testing
+from cufa import testing
 from cufa.bounds import exact, fractions, merged, smallest_normal, spacing
 from cufa.distributed.calls import axis_of
 from cufa.errors import (
@@ -300,44 +301,9 @@ def merged_bounds(case: Case, places: Places, size: int) -> Any:
     return merged(case.exact(), *parts, layout=case.layout)
 
 
-def without_sink(options: dict[str, Any]) -> dict[str, Any]:
-    return {n: value for n, value in options.items() if n not in ("sink", "algorithm")}
-
-
 def more_roundings(case: Case, parts: int) -> dict[str, Any]:
     """By gradient, what it may lose beyond one call's bound: each of its parts is rounded, and to
-    CuPy a sum below the smallest normal number is zero.
-
-    A part is no larger than what a whole gradient adds up.
-    """
-    plain = replace(case, layout="bhsd", rank=4)
-    q, k, v = plain.arrays(np)
-    options = plain.options(np)
-    (dout, _), dlse = plain.back(np), np.reshape(case.back(np)[1], plain.back(np)[1].shape)
-    with np.errstate(all="ignore"):
-        zeros = np.zeros((case.batch, case.heads, case.seqlen_q, case.seqlen_k))
-        ds = abs(reference.gradients(dout, q, k, v, dlse=dlse, bias=zeros, **options).dbias)
-        ds = ds * (case.head_dim**-0.5 if case.scale is None else abs(case.scale))
-        lse = plain.exact().lse[..., None]
-        scores = reference.scores(q, k, **without_sink(options))
-        p = np.exp(scores - np.where(lse == -np.inf, 0, lse))
-        q, k, dout = (abs(a.astype(np.float64)) for a in (q, k, dout))
-        sizes = {
-            "dq": ds @ reference.per_query_head(k, case.heads),
-            "dk": _by_key_head(case, ds.swapaxes(2, 3) @ q),
-            "dv": _by_key_head(case, p.swapaxes(2, 3) @ dout),
-        }
-        lost, found = smallest_normal(q_dtype(case)), {}
-        for name, size in sizes.items():
-            most = size.max(-1, keepdims=True, initial=0)
-            of_each = parts * (spacing(q_dtype(case), most) + lost)
-            found[name] = case.caller_axes(np.broadcast_to(of_each, size.shape))
-        return found
-
-
-def q_dtype(case: Case) -> Any:
-    return testing.numpy_dtype(case.dtype)
-
-
-def _by_key_head(case: Case, a: Any) -> Any:
-    return a.reshape(case.batch, case.kv_heads, case.group, *a.shape[2:]).sum(2)
+    CuPy a sum below the smallest normal number is zero."""
+    dtype = testing.numpy_dtype(case.dtype)
+    lost = smallest_normal(dtype)
+    return {name: parts * (spacing(dtype, a) + lost) for name, a in largest_sums(case).items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gradient_parts import largest_sums
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from paper_streams import PaperCard
@@ -84,40 +85,14 @@ def gradients_in_blocks(case: Case, sizes: tuple[int, int]):
     queries, keys = (
         math.ceil(n / size) for n, size in zip((case.seqlen_q, case.seqlen_k), sizes, strict=True)
     )
-    q, k, _ = (reference.four_axes(a.astype(np.float64), case.layout) for a in case.arrays(np))
-    dout, dlse = case.back(np)
-    shape = (case.batch, case.heads, case.seqlen_q, case.seqlen_k)
-    options = {n: a for n, a in case.options(np).items() if n != "bias"}
-    bias = np.zeros(shape) + case.options(np).get("bias", 0)
-    ds = abs(reference.gradients(dout, *case.arrays(np), dlse=dlse, bias=bias, **options).dbias)
-    _, lse = reference.attention(*case.arrays(np), bias=bias, **options)
-    options.pop("sink", None)
-    s = reference.scores(*case.arrays(np)[:2], bias=bias, **options)
-    lse = lse.reshape(*shape[:3], 1)
-    p = np.exp(s - np.where(lse == -np.inf, 0, lse))
-    scale = abs(case.scale if case.scale is not None else case.head_dim**-0.5)
-    dout = abs(reference.four_axes(dout.astype(np.float64), case.layout))
-    with np.errstate(all="ignore"):
-        sizes_of = {
-            "dq": scale * ds @ reference.per_query_head(abs(k), case.heads),
-            "dk": by_group(case, scale * ds.swapaxes(2, 3) @ abs(q)),
-            "dv": by_group(case, p.swapaxes(2, 3) @ dout),
-        }
-    wider = {}
-    for name, size in sizes_of.items():
-        parts = keys if name == "dq" else queries * case.group
-        largest = np.nan_to_num(size, posinf=np.inf).max(-1, keepdims=True, initial=0)
+    parts = {"dq": keys, "dk": queries * case.group, "dv": queries * case.group}
+    lost, bounds = smallest_normal(dtype), expected.bounds
+    for name, largest in largest_sums(case).items():
         # Parts of wider dtypes are as exact as the sums.
-        rounded = 2 * spacing(dtype, largest) if dtype.itemsize == 2 else np.zeros_like(largest)
-        more = parts * (rounded + smallest_normal(dtype))
-        bound = getattr(expected.bounds, name)
-        turned = more.swapaxes(1, 2) if case.layout == "bshd" and case.rank > 2 else more
-        wider[name] = bound + turned.reshape(*bound.shape[:-1], 1)
-    return expected._replace(bounds=expected.bounds._replace(**wider))
-
-
-def by_group(case, a):
-    return a.reshape(case.batch, case.kv_heads, case.group, *a.shape[2:]).sum(2)
+        rounded = 2 * spacing(dtype, largest) if dtype.itemsize == 2 else 0
+        wider = getattr(bounds, name) + parts[name] * (rounded + lost)
+        bounds = bounds._replace(**{name: wider})
+    return expected._replace(bounds=bounds)
 
 
 def without_bias(expected):

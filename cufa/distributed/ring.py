@@ -21,7 +21,7 @@ from cufa.distributed.sequence import Chunk, Part, visible_parts
 from cufa.gradients import Gradients, Saved
 from cufa.long import alibi
 from cufa.long.sums import GradientSum, RunningOutput
-from cufa.merging import plain_sum, wide_place
+from cufa.merging import plain_sum, wide_sum
 from cufa.options import numpy_dtype
 from cufa.problem import Causal, Problem
 
@@ -339,9 +339,8 @@ class _GradientRelay:
         comm, call, wide = self._comm, self._call, self._call.own.accumulator
         if self._pending:
             self._pending.wait()
-            for n, (total, gradient) in enumerate(zip(self._sums, gradients, strict=True)):
-                gradients[n] = wide_place(total, wide)
-                plain_sum(total, gradient, gradients[n], wide)
+            both = zip(self._sums, gradients, strict=True)
+            gradients = [wide_sum(total, gradient, wide) for total, gradient in both]
         own_dtype = self._dtype(comm.rank, step)
         gradients = [a.astype(own_dtype, copy=False) for a in gradients]
         # After the last step straight to the owner.

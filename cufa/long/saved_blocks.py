@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ from zlib import crc32
 
 import numpy as np
 
-from cufa.arrays import distinct, is_cupy, namespace
+from cufa.arrays import distinct, is_cupy, namespace, parts_of
 from cufa.errors import ArgumentError, DTypeError
 from cufa.options import shown
 
@@ -124,20 +124,9 @@ def digest(arrays: dict[str, Any]) -> str:
     found = blake2b(digest_size=16)
     for name, a in arrays.items():
         found.update(name.encode())
-        for part in _parts(distinct(a)):
+        for part in parts_of(distinct(a), _READ // a.itemsize):
             found.update(_bytes_of(part).data)
     return found.hexdigest()
-
-
-def _parts(a: Any) -> Iterator[Any]:
-    """Views of an array, one after the other, of at most so many bytes as are read at a time."""
-    if a.nbytes <= _READ:
-        yield a
-        return
-    step = max(1, len(a) * _READ // a.nbytes)
-    for start in range(0, len(a), step):
-        part = a[start : start + step]
-        yield from _parts(part[0]) if step == 1 else (part,)
 
 
 def _bytes_of(a: Any) -> np.ndarray[Any, Any]:

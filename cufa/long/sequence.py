@@ -77,10 +77,10 @@ class LongSequenceAttention:
 
     Notes
     -----
-    A result that took one block of keys is what `cufa.attention` gives. One that took several is
-    rounded to the dtype of `q` for each of them, and summed in float32 (float64 for float64
-    inputs), so that it differs from that in the last places. The same call gives the same bits
-    again, but for dq on a card, which is summed in any order within a block.
+    A result of one pair of blocks, without a sink or ALiBi, is what `cufa.attention` gives. Others
+    are rounded to the dtype of `q` for each call of it that they took, and summed in float32
+    (float64 for float64 inputs), so that they differ from that in the last places. The same call
+    gives the same bits again, but for dq on a card, which is summed in any order within a block.
 
     docs/long.md has the formula of the memory, and how blocks are chosen.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.merging import merged_weights, plain_sum, weighted_sum, wide_place
+from cufa.merging import merged_weights, weighted_sum, wide_place, wide_sum
 
 
 class RunningOutput:
@@ -79,12 +79,11 @@ class GradientSum:
             self._total = self._xp.zeros(shape, part.dtype)
             self._total[..., rows, :] = part
             return
-        if rows != slice(0, count):
+        if rows == slice(0, count):
+            self._total = wide_sum(self._total, part, self._accumulator)
+        else:
             self._total = self._total.astype(self._accumulator, copy=False)
-        target = wide_place(self._total, self._accumulator)
-        before = self._total[..., rows, :]
-        plain_sum(before, part, target[..., rows, :], self._accumulator)
-        self._total = target
+            wide_sum(self._total[..., rows, :], part, self._accumulator)
 
     def finish(self, shape: tuple[int, ...]) -> Any:
         """The sum, of one part in that part's dtype; 0 if nothing was added. Starts anew."""
