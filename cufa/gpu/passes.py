@@ -5,7 +5,12 @@ CuPy compiles all its kernels with ``-ftz=true``: subnormal numbers are zero in 
 
 from __future__ import annotations
 
+from functools import partial
+
 from cupy import ElementwiseKernel
+
+#: Threads of a block. With CuPy's own 128 a pass takes a quarter longer on an H200.
+_THREADS = 512
 
 #: `cufa.merging.merged_weights`.
 merged_weights = ElementwiseKernel(
@@ -23,24 +28,30 @@ merged_weights = ElementwiseKernel(
 )
 
 #: `cufa.merging.weighted_sum`.
-weighted_sum = ElementwiseKernel(
-    "A a, W weight_a, B b, W weight_b",
-    "R out",
-    """
-    const W sum = static_cast<W>(a) * weight_a + static_cast<W>(b) * weight_b;
-    out = static_cast<R>(sum);
-    """,
-    "cufa_weighted_sum",
+weighted_sum = partial(
+    ElementwiseKernel(
+        "A a, W weight_a, B b, W weight_b",
+        "R out",
+        """
+        const W sum = static_cast<W>(a) * weight_a + static_cast<W>(b) * weight_b;
+        out = static_cast<R>(sum);
+        """,
+        "cufa_weighted_sum",
+    ),
+    block_size=_THREADS,
 )
 
 #: `cufa.merging.plain_sum`, by the accumulator's dtype: CuPy takes types from arrays alone, and
 #: here none need be of that one.
 plain_sum = {
-    dtype: ElementwiseKernel(
-        "A a, B b",
-        "R out",
-        f"out = static_cast<R>(static_cast<{name}>(a) + static_cast<{name}>(b));",
-        f"cufa_plain_sum_{dtype}",
+    dtype: partial(
+        ElementwiseKernel(
+            "A a, B b",
+            "R out",
+            f"out = static_cast<R>(static_cast<{name}>(a) + static_cast<{name}>(b));",
+            f"cufa_plain_sum_{dtype}",
+        ),
+        block_size=_THREADS,
     )
     for dtype, name in (("float32", "float"), ("float64", "double"))
 }
