@@ -159,8 +159,10 @@ def test_every_tile_drops_the_same(algorithm: str, tile: Config):
     np.testing.assert_array_equal(out[..., :50] != 0, mask[..., 150:])
 
 
-# On a card its tiles are others with dropout.
-@pytest.mark.parametrize("place", [p for p in PLACES if p.arch], indirect=True, ids=name_of)
+# On a card its tiles are others with dropout. What lse is made of is float32 in 16 bits either way.
+@pytest.mark.parametrize(
+    "place", [p for p in PLACES if p.arch and p.dtype != "bfloat16"], indirect=True, ids=name_of
+)
 @a_part(10)
 @given(
     seqlen_q=st.integers(1, 150), seqlen_k=st.integers(1, 300), schedule=SCHEDULES,

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 SPECS = [spec for specs in BACKWARD_KERNELS.values() for spec in specs]
 ALIGNED = {spec.name for spec in SPECS if spec.aligned}
 #: Units of each tile.
-UNITS = {"fa2_bwd": 4, "fa2_bwd_tf32": 4, "fa2_bwd_dq": 3}
+UNITS = {"fa2_bwd": 3, "fa2_bwd_tf32": 3, "fa2_bwd_dq": 3}
 SMALL = 1 << 17
 
 

@@ -149,7 +149,7 @@ def test_a_kernel_asserts_no_more_than_the_candidates_keep_to(shape):
     key = key_of(work, CARD, kernel[:3])
     assert key.config == first
     most = max(found, key=lambda tile: tile.block_m * tile.stages)  # barriers and what goes by them
-    for tile in {most, *found[3 :: max(1, len(found) // 2)]}:
+    for tile in {most, found[len(found) // 2]}:
         code, _ = build.compile_key(key._replace(config=tile))
         assert code
 
