@@ -1,6 +1,6 @@
 """The fixtures that several modules use, and three hypothesis profiles.
 
-``pytest --hypothesis-profile=ci`` tries eight times as many random problems as the default;
+``pytest --hypothesis-profile=ci`` tries ten times as many random problems as the default;
 ``--hypothesis-profile=few`` tries eight, for compute-sanitizer, under which a kernel takes a
 hundred times as long.
 """
@@ -30,7 +30,7 @@ from cufa.testing import Case
 
 # As many examples as let all tests run in about a quarter of an hour on two cores.
 settings.register_profile(
-    "default", max_examples=60, deadline=None, print_blob=True, derandomize=False
+    "default", max_examples=48, deadline=None, print_blob=True, derandomize=False
 )
 settings.register_profile("ci", settings.get_profile("default"), max_examples=500)
 settings.register_profile("few", settings.get_profile("default"), max_examples=8)

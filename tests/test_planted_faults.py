@@ -108,7 +108,7 @@ def test_a_planted_fault_is_seen(kernel: str, fault: Fault) -> None:
         assert re.search(r"\.cuh?:\d+", text), f"no line of the kernel in: {text}"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[:3], ids=lambda s: f"{s.order.name}-{s.seed}")
+@pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=lambda s: f"{s.order.name}-{s.seed}")
 @pytest.mark.parametrize(("kernel", "problems"), SHOWN)
 def test_nothing_is_seen_in_a_kernel_as_it_is(
     kernel: str, problems: str, schedule: Schedule
