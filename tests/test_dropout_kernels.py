@@ -159,7 +159,7 @@ def test_every_tile_drops_the_same(algorithm: str, tile: Config):
     np.testing.assert_array_equal(out[..., :50] != 0, mask[..., 150:])
 
 
-# On a card its tiles are others with dropout. What lse is made of is float32 in 16 bits either way.
+# On a card its tiles are others with dropout. float16 and bfloat16 have the same float32 sums.
 @pytest.mark.parametrize(
     "place", [p for p in PLACES if p.arch and p.dtype != "bfloat16"], indirect=True, ids=name_of
 )

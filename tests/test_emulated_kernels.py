@@ -44,7 +44,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 #: Between them these reach every tile: 75 has the least shared memory, 86 the least of those with
 #: all kernels but Hopper's, 80 is between, 100 has rows of its own.
 ARCHS = (75, 80, 86, 90, 100)
-#: What lines of a kernel there are hardly depends on.
+#: Fields by which hardly a line of a kernel is compiled or not.
 SIZES = ("arch", "head_dim", "head_dim_v", "config")
 ALGORITHM = {spec.name: spec.algorithm for spec in KERNELS}
 #: Few kernels serve these.
@@ -84,7 +84,7 @@ def sampled_units() -> Iterator[KernelKey]:
 def how_many(kernel: str, scores: Scores, shared: bool) -> int:
     """Units of a tile and kind of scores; `shared`: plain ones, of a tile that has others too."""
     if scores == Scores.MIXED:
-        return 5 if kernel == "fa1_fwd" else 3  # which has few tiles
+        return 5 if kernel == "fa1_fwd" else 3  # it has few tiles to have all features among
     return 1 if shared else 2
 
 

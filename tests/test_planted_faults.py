@@ -54,11 +54,7 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 ARCH = 90
 #: Where a kernel is the first choice.
 ARCHS = {"fa2_fwd_simt": 75, "fa2_bwd_simt": 75}
-SCHEDULES = (
-    Schedule(Order.FIRST),
-    Schedule(Order.LAST),
-    *(Schedule(Order.RANDOM, s) for s in (1, 2)),
-)
+SCHEDULES = (Schedule(Order.FIRST), Schedule(Order.LAST), Schedule(Order.RANDOM, 1))
 FAULTS = {
     "fa2_fwd": (*FA2_FWD, *dropout.FA2_FWD),
     "fa2_fwd float32": (*FA2_FWD_FLOAT32, *dropout.FA2_FWD_FLOAT32),
@@ -108,7 +104,7 @@ def test_a_planted_fault_is_seen(kernel: str, fault: Fault) -> None:
         assert re.search(r"\.cuh?:\d+", text), f"no line of the kernel in: {text}"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=lambda s: f"{s.order.name}-{s.seed}")
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.order.name}-{s.seed}")
 @pytest.mark.parametrize(("kernel", "problems"), SHOWN)
 def test_nothing_is_seen_in_a_kernel_as_it_is(
     kernel: str, problems: str, schedule: Schedule
