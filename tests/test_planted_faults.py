@@ -54,7 +54,11 @@ pytestmark = pytest.mark.skipif(build.obstacle() is not None, reason=str(build.o
 ARCH = 90
 #: Where a kernel is the first choice.
 ARCHS = {"fa2_fwd_simt": 75, "fa2_bwd_simt": 75}
-SCHEDULES = (Schedule(Order.FIRST), Schedule(Order.LAST), Schedule(Order.RANDOM, 1))
+SCHEDULES = (
+    Schedule(Order.FIRST),
+    Schedule(Order.LAST),
+    *(Schedule(Order.RANDOM, s) for s in (1, 2)),
+)
 FAULTS = {
     "fa2_fwd": (*FA2_FWD, *dropout.FA2_FWD),
     "fa2_fwd float32": (*FA2_FWD_FLOAT32, *dropout.FA2_FWD_FLOAT32),
