@@ -87,6 +87,8 @@ def exact(
     - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each, or the
       accumulator's smallest normal number, below which weights may be flushed to zero. In float64
       those of the oracle are, while what a kernel has summed by an earlier maximum is not.
+    - A sum of rounded weights, by which Hopper's kernel divides: all that again, with ``|out|`` in
+      place of ``|v|``.
     - Results below the normal numbers: the accumulator's smallest number for each key, since a
       product with so small a value is rounded to a multiple of it.
     - The result: two units in the last place of the largest element of its row. Of algorithm
@@ -109,6 +111,7 @@ def exact(
     lse4 = lse.reshape((1,) * (4 - rank) + lse.shape)[..., None]
     values = abs(reference.per_query_head(reference.four_axes(v, layout), scores.shape[1]))
     eps, tiniest, unit = rounding(q.dtype)
+    fa3 = may_take_fa3(q.dtype, algorithm)
     sums = (math.sqrt(scores.shape[3]) + 8) * eps
 
     with np.errstate(all="ignore"):
@@ -116,7 +119,7 @@ def exact(
         base = np.where(unseen, 0, lse4)
         p = np.exp(scores - base)
         delta = score_errors(q, k, base, **options)
-        if weighs_by_old_maxima(q.dtype, algorithm):
+        if fa3:
             delta = delta + eps * height_above_last(np, scores)
         delta = np.where(p == 0, 0, delta)
         average = (p * delta).sum(-1, keepdims=True)
@@ -129,6 +132,8 @@ def exact(
         lost = scores > -np.inf if q.dtype == np.float64 else p > 0
         bound += (sums + unit) * ((counts * p) @ values) + tiniest * ((counts * lost) @ values)
         finite = np.where(np.isfinite(out4), abs(out4), 0)
+        if fa3:
+            bound += (unit + tiniest * lost.sum(-1, keepdims=True)) * finite
         bound += 2 * spacing(q.dtype, finite.max(-1, keepdims=True, initial=0))
         vanishing = scores.shape[3] * smallest(q.dtype)
         if algorithm == "standard":
@@ -218,8 +223,8 @@ def to_numpy(a: Any) -> NDArray[Any]:
     return np.asarray(a.get() if hasattr(a, "get") else a)
 
 
-def weighs_by_old_maxima(dtype: np.dtype[Any], algorithm: str) -> bool:
-    """Whether a call may go to a kernel that does."""
+def may_take_fa3(dtype: np.dtype[Any], algorithm: str) -> bool:
+    """Whether a call may go to Hopper's kernel: "auto" does not tell."""
     return dtype.itemsize == 2 and algorithm in ("auto", "fa3")
 
 

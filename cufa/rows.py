@@ -16,10 +16,10 @@ from cufa.arrays import Arrays, four_axes
 from cufa.bounds import (
     growths,
     height_above_last,
+    may_take_fa3,
     rounding,
     smallest,
     spacing,
-    weighs_by_old_maxima,
 )
 from cufa.problem import Problem
 
@@ -83,7 +83,7 @@ class _Formula:
 
         self.xp, self.problem = xp, problem
         self.eps, self.tiniest, self.unit = rounding(arrays.q.dtype)
-        self.blind = weighs_by_old_maxima(arrays.q.dtype, problem.algorithm)
+        self.fa3 = may_take_fa3(arrays.q.dtype, problem.algorithm)
         self.sums = (math.sqrt(problem.seqlen_k) + 8) * self.eps
         self.q, self.k, self.v = (four_axes(a, layout) for a in (arrays.q, arrays.k, arrays.v))
         self.mask, self.bias = spread(arrays.mask, scores), spread(arrays.bias, scores)
@@ -111,7 +111,7 @@ class _Formula:
         base = xp.where(s.max() == -np.inf, 0, lse)
         p = xp.exp(s - base)
         delta = dots + 4 * (later + abs(base))
-        if self.blind:
+        if self.fa3:
             delta = delta + height_above_last(xp, s)
         lost = s > -np.inf if self.q.dtype == np.float64 else p > 0
         average, off = self._weight_bounds(p, xp.where(p == 0, 0, self.eps * delta), lost)
@@ -128,6 +128,8 @@ class _Formula:
         ]
         v = self.v[b, h // problem.group, keys].astype("float64")
         out, bound = (p[:, None] * v).sum(0), (off[:, None] * abs(v)).sum(0)
+        if self.fa3:
+            bound = bound + (self.unit + self.tiniest * lost.sum()) * abs(out)
         return xp.concatenate([xp.stack(facts), out, bound, given])
 
     def _visible(self, i: int) -> slice:

@@ -16,6 +16,7 @@ import pytest
 from emulator import build
 from emulator.machine import Emulator, attention
 from emulator.run import Order, Schedule
+from foreign import assert_same_bits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -24,12 +25,12 @@ import cufa
 from cufa.bounds import exact
 from cufa.gpu import plan
 from cufa.gpu.config import Config
-from cufa.testing import Case, assert_within_rounding, cases, to_numpy
+from cufa.testing import Case, assert_within_rounding, cases, numpy_dtype, to_numpy
 
 #: Takes NumPy arrays and options; `run` is the number of a run, each under other circumstances.
 Attend = Callable[..., tuple[Any, Any]]
 
-HOW: dict[str, Any] = {"return_lse": True, "algorithm": "fa3"}
+HOW: dict[str, Any] = {"return_lse": True, "algorithm": "fa3"}  # if not told otherwise
 TILE = Config(block_m=128, block_n=32, threads=384, stages=2, blocks_per_sm=1)
 HALVES = ["float16", "bfloat16"]
 a_quarter = settings(max_examples=max(1, settings().max_examples // 4))
@@ -52,12 +53,12 @@ def attend(request: pytest.FixtureRequest) -> Attend:
     """Attention by the kernel, lse too."""
     if request.param == "emulated":
         machines = request.getfixturevalue("machines")
-        return lambda *arrays, run=0, **options: attention(machines[run], *arrays, **options, **HOW)
+        return lambda *arrays, run=0, **options: attention(machines[run], *arrays, **HOW | options)
     cupy = request.getfixturevalue("hopper_cupy")
 
     def on_card(*arrays: NDArray[Any], run: int = 0, **options: Any) -> tuple[Any, Any]:
         there = {n: cupy.asarray(a) if hasattr(a, "shape") else a for n, a in options.items()}
-        return cufa.attention(*map(cupy.asarray, arrays), **there, **HOW)
+        return cufa.attention(*map(cupy.asarray, arrays), **HOW | there)
 
     return on_card
 
@@ -72,7 +73,7 @@ def hopper_cases(**fixed: Any) -> st.SearchStrategy[Case]:
     )
     common: dict[str, Any] = {
         "head_dim": st.sampled_from([8, 24, 32]),
-        "head_dim_v": st.sampled_from([8, 24, 32]),
+        "head_dim_v": st.sampled_from([8, 24, 64]),  # 64 has sums from the product
         "seqlen_q": st.integers(1, 40) | st.sampled_from([127, 129, 260]),
         "seqlen_k": near | st.integers(1, 300),
         "rank": 4,
@@ -85,6 +86,27 @@ def hopper_cases(**fixed: Any) -> st.SearchStrategy[Case]:
     dense = Case()
     common |= {f"{name}_memory": dense.q_memory for name in ("q", "k", "v", "extra")}
     return cases(dtypes=HALVES, **(common | fixed))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@a_quarter
+@given(
+    dtype=st.sampled_from(HALVES), seqlen_q=st.integers(1, 70), seqlen_k=st.integers(1, 200),
+    place=st.floats(0, 1), ahead=st.floats(40, 70), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_a_row_that_one_key_outweighs_has_its_value(
+    attend, head_dim, dtype, seqlen_q, seqlen_k, place, ahead, seed
+):
+    """Whatever the weight of that key is rounded to, relative to an m of other keys."""
+    random = np.random.default_rng(seed)
+    q, k = np.zeros((2, seqlen_q, head_dim)), random.standard_normal((2, seqlen_k, head_dim))
+    q[..., 0], k[..., 0] = 8, 0
+    key = min(int(place * seqlen_k), seqlen_k - 1)
+    k[:, key, 0] = ahead * head_dim**0.5 / 8
+    v = random.standard_normal((2, seqlen_k, head_dim))
+    arrays = [a.astype(numpy_dtype(dtype)) for a in (q, k, v)]
+    out, _ = attend(*arrays)
+    assert_same_bits(to_numpy(out), np.broadcast_to(arrays[2][:, key, None], out.shape))
 
 
 BOUND = st.integers(0, 200)
@@ -173,12 +195,27 @@ def test_values_below_the_limit_of_the_documents_do_not_overflow(
     assert_within_rounding(attend(q, k, v, **options), exact(q, k, v, **options))
 
 
+# Sums that are too large for one of four lanes, not for the row.
+@example(case=replace(STALE, head_dim_v=64, seqlen_q=64, jumps=((0, 87.5), (4, -87.5))))
+# Weights of a lane are finite, their sum is not, and then all are made small.
+@example(
+    case=replace(
+        STALE,
+        head_dim=8,
+        head_dim_v=64,
+        seqlen_q=64,
+        dtype="float16",
+        jumps=((0, 85.0), (32, -85.0)),
+    )
+)
 @a_quarter
 @given(case=PLAIN | CAUSAL | WINDOW | DROPPED)
 def test_only_the_numbers_decide_what_comes(attend: Attend, case: Case) -> None:
-    """Not the order of threads, nor who takes which tile."""
+    """Not the order of threads, nor who takes which tile, nor whether lse is wanted."""
     arrays, options = case.arrays(np), case.options(np)
     runs = [attend(*arrays, **options, run=n) for n in range(3)]
+    alone = attend(*arrays, **options, return_lse=False)
+    np.testing.assert_array_equal(to_numpy(alone), to_numpy(runs[0][0]))
     for out, lse in runs[1:]:
         for one, other in ((out, runs[0][0]), (lse, runs[0][1])):
             np.testing.assert_array_equal(to_numpy(one), to_numpy(other))

@@ -258,6 +258,9 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     if kernel == "fa3_fwd_sm90":
         d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 768
         q, keys = size * m * d, size * config.stages * n * (d + dv)
+        ones = size * config.stages * n * 64 if head_dim_v in (64, 128) else 0
+        if q + keys + ones + control <= _HOPPER.shared_memory:
+            keys += ones  # beside V, if there is room
         # Q of the next tile too, if there is room, and unless three warpgroups compute, which have
         # no registers for two tiles at once.
         both = 2 * q + keys + control

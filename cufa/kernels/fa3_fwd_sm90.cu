@@ -25,13 +25,26 @@
 constexpr int kSlab = 8 * kChunk;
 using TileQ = SwizzledTile<kBlockM, ceil_div(kHeadDim, kSlab) * kSlab>;
 using TileK = SwizzledTile<kBlockN, ceil_div(kHeadDim, kSlab) * kSlab>;
-using TileV = SwizzledTile<kBlockN, ceil_div(kHeadDimV, kSlab) * kSlab>;
+constexpr int kSlabsV = ceil_div(kHeadDimV, kSlab);
 using Scores = MmaFragment<1, kBlockN / 8>;
 using Weights = OperandFragment<1, kBlockN / 16>;
 using Output = MmaFragment<1, kHeadDimV / 8>;
 
 constexpr int kConsumers = kThreads / 128 - 1;
 constexpr int kControlBytes = 768;  // as in gpu/config.py; not all are used
+
+// Whether V has a slab of ones behind it, so that eight columns of O are the sums of its rows'
+// weights as they are in the product. It takes no instruction, and 3 to 6 % of the product's time;
+// to add up weights takes more. Where the first columns of a slab lie behind V's last, and there is
+// room for it, as smem_bytes of gpu/config.py has it. Not with dropout: sums have all weights.
+constexpr bool kRoomForOnes =
+    (kHeadDimV == 64 || kHeadDimV == 128) &&
+    TileQ::kBytes + kStages * (TileK::kBytes + (kSlabsV + 1) * kBlockN * 128) + kControlBytes <=
+        kSmemBytes;
+constexpr bool kOnes = kRoomForOnes && !kDropout;
+using TileV = SwizzledTile<kBlockN, (kSlabsV + kRoomForOnes) * kSlab>;
+using OutputAndSums = MmaFragment<1, kHeadDimV / 8 + kOnes>;
+
 constexpr int kKeyBytes = kStages * (TileK::kBytes + TileV::kBytes);
 // With two, the first product of a tile runs beside the last of the tile before.
 constexpr int kQBuffers = (kSmemBytes - kControlBytes - kKeyBytes) / TileQ::kBytes;
@@ -76,7 +89,7 @@ constexpr bool kTellsCut = kMask && kBias == kNone;
 struct Pipelines {
   TilePipeline<TileQ, kQBuffers> q;
   TilePipeline<TileK, kStages> k;
-  TilePipeline<TileV, kStages> v;
+  TilePipeline<TileV, kStages, kSlabsV> v;
   TilePath<4 * kConsumers> path;
 
   static constexpr int kQ = 0;
@@ -99,6 +112,17 @@ struct Pipelines {
     k.init(4 * kConsumers);
     v.init(4 * kConsumers);
     path.init();
+  }
+
+  // By all threads.
+  DEVICE void write_ones() const {
+    constexpr int kWords = TileV::kSlabBytes / 4;
+    const u32 ones = pack(1, 1);
+    for (int i = ptx::tid_x(); i < kStages * kWords; i += kThreads) {
+      const u32 slab = TileV{v.tiles + i / kWords * TileV::kBytes}.slab(kSlabsV);
+      shared<u32>(slab + i % kWords * 4) = ones;
+    }
+    ptx::fence_proxy_async_shared();  // products read them
   }
 };
 
@@ -129,10 +153,10 @@ struct Consumer {
   const Params& p;
   Pipelines pipes;
   const int warpgroup;
-  Output o;
+  OutputAndSums o;
   bool fresh;       // O of this tile has not begun: the next product is all of it
   Weights weights;  // P of the latest block, whose product with V is still to come
-  BlindSoftmax softmax;
+  BlindSoftmax<!kOnes> softmax;
 
   DEVICE Consumer(const Params& params, Pipelines pipelines, int warpgroup)
       : p(params), pipes(pipelines), warpgroup(warpgroup), softmax(params) {}
@@ -264,7 +288,7 @@ struct Consumer {
   // Whether all rows of the warpgroup have an m, by which blocks can be weighed blind.
   DEVICE bool has_begun(const Tile& tile) const {
     if constexpr (!kHides) return true;
-    const bool has = softmax.has_begun<Scores>(p, tile);
+    const bool has = softmax.template has_begun<Scores>(p, tile);
     return !uniform(ptx::bar_red_or(!has, kBegun + warpgroup, 128));
   }
 
@@ -330,28 +354,46 @@ struct Consumer {
     weigh_first(s);
   }
 
+  // O, without the sums that it may have, which the softmax takes.
+  DEVICE decltype(auto) take_sums() {
+    if constexpr (kOnes) {
+      Output out;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int c = 0; c < Output::kCols; ++c) out.at(r, c) = o.at(r, c);
+        // Each of four lanes has the sum of the whole row.
+        softmax.rounded_l[r] = o.at(r, Output::kCols) / Output::kRowLanes;
+      }
+      return out;
+    } else {
+      return (o);
+    }
+  }
+
   // Stores the results once at most kPending products are under way: the first time not those of a
   // warp that gives up, the second time those alone. What is not to be stored lies past the end,
   // since a branch around the results would cost more.
   template <int kPending> DEVICE void store() {
     const Job& job = pipes.path.due();
-    Real factors[2], lse[2];
-    softmax.end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
     ptx::wgmma_wait_group<kPending>();
     pipes.v.give_back();
+    auto&& out = take_sums();
+    Real factors[2], lse[2];
+    softmax.template end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
     const bool again = job.kind == JobKind::kAgain;
     bool give_up = false;
-    if (kBlind && softmax.is_doubtful(o, p, job.tile)) {
-      give_up = !again && softmax.is_lost(o, p, job.tile);
-      softmax.move_to_top(o);
-      softmax.end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
+    if (kBlind && softmax.is_doubtful(out, p, job.tile)) {
+      give_up = !again && softmax.is_lost(out, p, job.tile);
+      softmax.move_to_top(out);
+      softmax.template end_rows<Output::kRowLanes>(p, job.tile, factors, lse);
     }
     Tile tile = job.tile;
     if (give_up || (again && !pipes.path.gave_up())) tile.row0 = p.seqlen_q;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) scale_row(o, r, factors[r]);
-    store_output(o, p, tile);
-    store_lse(o, lse, p, tile);
+    for (int r = 0; r < 2; ++r) scale_row(out, r, factors[r]);
+    store_output(out, p, tile);
+    store_lse(out, lse, p, tile);
     pipes.path.give_back(give_up);
   }
 };
@@ -363,7 +405,8 @@ fa3_fwd_sm90(const __grid_constant__ Params p) {
     pipes.init();
     ptx::fence_mbarrier_init();
   }
-  ptx::bar_sync();  // all see the barriers
+  if constexpr (kOnes) pipes.write_ones();
+  ptx::bar_sync();  // all see the barriers, and the ones
   const int warpgroup = uniform(ptx::tid_x() / 128);
   if (warpgroup == kConsumers) {
     ptx::setmaxnreg_dec<kProducerRegs>();

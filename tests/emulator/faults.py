@@ -103,6 +103,7 @@ def _hopper() -> dict[str, tuple[Case, ...]]:
         "causal": (case(450, 257, causal=True),),
         "hidden": (case(200, 300, head_dim=256, causal=True),),
         "hidden beside": (case(256, 320, head_dim=128, causal=True),),
+        "ones": (case(65, 129, head_dim_v=64),),
         "mask": (case(200, 400, mask=(True,) * 4),),
         "dropout": (case(130, 300, dropout_p=0.5),),
         "sparse": (case(200, 900, mask=(False, False, True, True), hidden=0.99995),),

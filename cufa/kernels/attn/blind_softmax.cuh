@@ -2,6 +2,7 @@
 // docs/hopper.md, section 4, says why it is exact.
 #pragma once
 #include "attn/block_softmax.cuh"
+#include "tile/mma_fragment.cuh"
 
 // Whether blind blocks move m up too. Weights of float16 must not leave its range; and ALiBi, as a
 // bias may, makes scores grow from block to block, further than even float32 reaches.
@@ -11,7 +12,8 @@ constexpr bool kFollowsWeights = kDType == kFloat16 || kAlibi || kBias != kNone;
 // above it, and the largest float16 is 65504.
 constexpr f32 kMostBlindSum = kDType == kFloat16 ? 32768.f : 0x1p60f;
 
-// Above this a lane's part of l counts as lost: the parts of four lanes are to have a finite sum.
+// Above this a lane's part of a sum counts as lost: the parts of four lanes are to have a finite
+// sum. By that of rounded weights alone, so that whether lse is wanted changes no bit of the output.
 constexpr f32 kMostSum = 0x1p125f;
 
 // Where a lane's part of l is above this, weights times values may have overflowed that would not
@@ -32,8 +34,18 @@ DEVICE Real hidden_score() { return kBias != kNone ? -1000.f : -infinity(); }
 constexpr f32 kLongestMove = 125.f;
 
 // The two rows that a lane has of the 16 of its warp.
-struct BlindSoftmax : OnlineSoftmax<2> {
+//
+// A row's output is divided by the sum of its weights as rounded to 16 bits, as the product has
+// them, so that what rounding adds to a weight is divided by too. A row that sees little but one
+// key then has that key's value, whatever m is; divided by l it would be off by that weight's
+// rounding, but where m is that key's score, whose weight is 1. lse is still by l.
+//
+// kAdds: that sum is taken here. If not, whoever has it from the product sets `rounded_l` before
+// the end.
+template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
+
+  Real rounded_l[kRows];  // of l, but the sum of rounded weights
 
   using OnlineSoftmax::OnlineSoftmax;
 
@@ -41,6 +53,17 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   template <class Scores> DEVICE void begin(Scores& s) {
     row_maxima(s, m);
     exponentials(s, m, scale, l);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rounded_l[r] = 0;
+    if constexpr (kAdds) add_rounded(s);
+  }
+
+  template <class Scores, class Follow> DEVICE void update_apart(Scores& s, Follow follow) {
+    OnlineSoftmax::update_apart(s, [&](int r, Real factor) {
+      rounded_l[r] *= factor;
+      follow(r, factor);
+    });
+    if constexpr (kAdds) add_rounded(s);
   }
 
   // Whether this lane's rows have an m by which blocks can be weighed blind, those that exist.
@@ -81,6 +104,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) l[r] += sum[r];
+    if constexpr (kAdds) add_rounded(s);
   }
 
   // Whether the row sums of the warp call for a closer look, as few do.
@@ -89,7 +113,7 @@ struct BlindSoftmax : OnlineSoftmax<2> {
     bool doubtful = kMayShrink;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      doubtful |= !(l[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
+      doubtful |= !(rounded_l[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
     return ptx::vote_any(doubtful);
   }
 
@@ -99,7 +123,10 @@ struct BlindSoftmax : OnlineSoftmax<2> {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (tile.row0 + o.row(r) >= p.seqlen_q) continue;  // all its keys may have been masked
-      lost |= !(l[r] <= kMostSum);
+      lost |= !(rounded_l[r] <= kMostSum);
+      // Where the other is not lost l is finite too, unless m has made both smaller since: then l
+      // may have been infinite, and the other within rounding of it.
+      lost |= kLse && kMayShrink && !(l[r] < infinity());
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) lost |= !(abs_of(o.at(r, c)) < infinity());
     }
@@ -111,15 +138,45 @@ struct BlindSoftmax : OnlineSoftmax<2> {
   template <class Output> DEVICE void move_to_top(Output& o) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Real sum = row_sum<Output::kRowLanes>(l[r]);
+      const Real sum = row_sum<Output::kRowLanes>(rounded_l[r]);
       if (!(sum > 1)) continue;
       const Real rescale = move(r, sum);
       l[r] *= rescale;
+      rounded_l[r] *= rescale;
       scale_row(o, r, rescale);
     }
   }
 
+  template <int kRowLanes>
+  DEVICE void end_rows(const Params& p, const Tile& tile, Real (&factors)[kRows],
+                       Real (&lse)[kRows]) const {
+    const Real sink = sink_of(p, tile);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      factors[r] = end_row(p, m[r], row_sum<kRowLanes>(rounded_l[r]), sink).factor;
+      // The compiler keeps the lanes' exchange, and so l, even where lse is not stored.
+      lse[r] = kLse ? end_row(p, m[r], row_sum<kRowLanes>(l[r]), sink).lse : Real(0);
+    }
+  }
+
  private:
+  // Rounds weights, and adds them to rounded_l. By pairs, and by rows in turn: the sums are two
+  // chains of half as many additions, neither of which waits for the other.
+  template <class Scores> DEVICE void add_rounded(Scores& s) {
+    Real sum[kRows] = {};
+#pragma unroll
+    for (int c = 0; c < Scores::kCols; c += 2)
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const Vec<f32, 2> pair = unpack(pack(s.at(r, c), s.at(r, c + 1)));
+        s.at(r, c) = pair.x[0];
+        s.at(r, c + 1) = pair.x[1];
+        sum[r] += pair.x[0] + pair.x[1];
+      }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rounded_l[r] += sum[r];
+  }
+
   // Moves m up, so that a weight of `weight` becomes about 1; returns what to multiply weights by.
   // `scale` is positive, as is its reciprocal in float32: gpu/plan.py.
   DEVICE Real move(int r, Real weight) {
@@ -138,9 +195,14 @@ struct BlindSoftmax : OnlineSoftmax<2> {
       for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
       const Real rescale = move(r, row_max<Scores::kRowLanes>(top));
       l[r] *= rescale;
-      sum[r] *= rescale;
-      scale_row(s, r, rescale);
+      rounded_l[r] *= rescale;
       follow(r, rescale);
+      sum[r] = 0;  // anew: it may have been infinite where no weight is
+#pragma unroll
+      for (int c = 0; c < Scores::kCols; ++c) {
+        s.at(r, c) *= rescale;
+        sum[r] += s.at(r, c);
+      }
     }
   }
 };

@@ -25,10 +25,12 @@ template <int kPending> DEVICE void wgmma_wait_group() {
 #define D_TEXT_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define D_TEXT_64 D_TEXT_32 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define D_TEXT_72 D_TEXT_64 ", %32, %33, %34, %35"
 #define D_TEXT_96 D_TEXT_64 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define D_TEXT_128 D_TEXT_96 \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define D_TEXT_136 D_TEXT_128 ", %64, %65, %66, %67"
 #define D_TEXT_160 D_TEXT_128 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define D_TEXT_192 D_TEXT_160 \
@@ -40,8 +42,10 @@ template <int kPending> DEVICE void wgmma_wait_group() {
 #define D_TILE(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
 #define D_32 D_TILE(0), D_TILE(1), D_TILE(2), D_TILE(3)
 #define D_64 D_32, D_TILE(4), D_TILE(5), D_TILE(6), D_TILE(7)
+#define D_72 D_64, D_TILE(8)
 #define D_96 D_64, D_TILE(8), D_TILE(9), D_TILE(10), D_TILE(11)
 #define D_128 D_96, D_TILE(12), D_TILE(13), D_TILE(14), D_TILE(15)
+#define D_136 D_128, D_TILE(16)
 #define D_160 D_128, D_TILE(16), D_TILE(17), D_TILE(18), D_TILE(19)
 #define D_192 D_160, D_TILE(20), D_TILE(21), D_TILE(22), D_TILE(23)
 #define D_224 D_192, D_TILE(24), D_TILE(25), D_TILE(26), D_TILE(27)
@@ -75,13 +79,15 @@ template <int kPending> DEVICE void wgmma_wait_group() {
 #define WGMMA_RS_ANY_N(type)                                                                       \
   if      constexpr (kTiles ==  4) WGMMA_RS(type,  32,  16,  17,  18,  19,  20,  21,  22);         \
   else if constexpr (kTiles ==  8) WGMMA_RS(type,  64,  32,  33,  34,  35,  36,  37,  38);         \
+  else if constexpr (kTiles ==  9) WGMMA_RS(type,  72,  36,  37,  38,  39,  40,  41,  42);         \
   else if constexpr (kTiles == 12) WGMMA_RS(type,  96,  48,  49,  50,  51,  52,  53,  54);         \
   else if constexpr (kTiles == 16) WGMMA_RS(type, 128,  64,  65,  66,  67,  68,  69,  70);         \
+  else if constexpr (kTiles == 17) WGMMA_RS(type, 136,  68,  69,  70,  71,  72,  73,  74);         \
   else if constexpr (kTiles == 20) WGMMA_RS(type, 160,  80,  81,  82,  83,  84,  85,  86);         \
   else if constexpr (kTiles == 24) WGMMA_RS(type, 192,  96,  97,  98,  99, 100, 101, 102);         \
   else if constexpr (kTiles == 28) WGMMA_RS(type, 224, 112, 113, 114, 115, 116, 117, 118);         \
   else if constexpr (kTiles == 32) WGMMA_RS(type, 256, 128, 129, 130, 131, 132, 133, 134);         \
-  else static_assert(kTiles == 0, "N is a multiple of 32 up to 256")
+  else static_assert(kTiles == 0, "N is a multiple of 32 up to 256, or 72 or 136")
 
 template <bool kTransA, bool kTransB, int kTiles>
 DEVICE void wgmma_m64k16_f16_ss(f32 (&d)[kTiles][4], u64 a, u64 b, bool scale_d) {
@@ -105,8 +111,10 @@ DEVICE void wgmma_m64k16_bf16_rs(f32 (&d)[kTiles][4], const u32 (&a)[4], u64 b, 
 
 #undef D_TEXT_32
 #undef D_TEXT_64
+#undef D_TEXT_72
 #undef D_TEXT_96
 #undef D_TEXT_128
+#undef D_TEXT_136
 #undef D_TEXT_160
 #undef D_TEXT_192
 #undef D_TEXT_224
@@ -114,8 +122,10 @@ DEVICE void wgmma_m64k16_bf16_rs(f32 (&d)[kTiles][4], const u32 (&a)[4], u64 b, 
 #undef D_TILE
 #undef D_32
 #undef D_64
+#undef D_72
 #undef D_96
 #undef D_128
+#undef D_136
 #undef D_160
 #undef D_192
 #undef D_224

@@ -45,8 +45,9 @@ template <int kStages> struct Pipeline {
   }
 };
 
-// Tiles that TMA brings.
-template <class Tile, int kStages> struct TilePipeline : Pipeline<kStages> {
+// Tiles that TMA brings, or their first kLoaded slabs.
+template <class Tile, int kStages, int kLoaded = Tile::kWholeSlabs>
+struct TilePipeline : Pipeline<kStages> {
   u32 tiles;
 
   DEVICE TilePipeline(u32 tiles, u32 barriers) : Pipeline<kStages>(barriers), tiles(tiles) {}
@@ -61,9 +62,9 @@ template <class Tile, int kStages> struct TilePipeline : Pipeline<kStages> {
   DEVICE void load(const ptx::TensorMap& map, int row0, int head, int batch) {
     const Tile to{tiles + this->stage() * Tile::kBytes};
     this->wait_empty();
-    ptx::mbarrier_arrive_expect_tx(this->full(), Tile::kBytes);
+    ptx::mbarrier_arrive_expect_tx(this->full(), kLoaded * Tile::kSlabBytes);
 #pragma unroll
-    for (int i = 0; i < Tile::kWholeSlabs; ++i)
+    for (int i = 0; i < kLoaded; ++i)
       ptx::cp_async_bulk_tensor_4d_load(to.slab(i), map, i * Tile::kSlabCols, row0, head, batch,
                                         this->full());
     ++this->count;

@@ -25,13 +25,14 @@ template <class T> DEVICE T& shared(u32 address) {
 template <int kRows, int kCols> struct SwizzledTile {
   static constexpr int kBytes = kRows * kCols * sizeof(Elem);
   static constexpr int kSlabCols = 8 * kChunk;
+  static constexpr int kSlabBytes = kRows * 128;
   static constexpr int kWholeSlabs = kCols / kSlabCols;
   static constexpr bool kHalfSlab = kCols % kSlabCols != 0;
   static_assert(kCols % (4 * kChunk) == 0 && kRows % 8 == 0);
 
   u32 base;  // a multiple of 1024
 
-  DEVICE u32 slab(int i) const { return base + i * (kRows * 128); }
+  DEVICE u32 slab(int i) const { return base + i * kSlabBytes; }
   // The tile whose row 0 is row `rows` of this one, or so far before it; a multiple of 8. There is
   // no half slab.
   DEVICE SwizzledTile from_row(int rows) const {
