@@ -56,8 +56,9 @@ class Fault(NamedTuple):
         return text[: found[0].start()] + "\n" * lost + self.new + text[found[0].end() :]
 
 
-# Rows lie 16 bytes apart: what is read past their end or past the last one belongs to no array.
-_APART = Memory(order=(0, 2, 1, 3), margin=(0, 1, 0, 8))
+# Rows lie 16 bytes apart, and behind the last is room for twice as many: what is read past a row's
+# end or past the last row belongs to no array.
+_APART = Memory(order=(0, 2, 1, 3), margin=(2, 1, 0, 8))
 
 
 def _case(seqlen_q: int, seqlen_k: int, **fields: object) -> Case:

@@ -99,7 +99,7 @@ class Emulator:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         # What lies just past the end of another array is then in none: out of bounds at every place
         # that memory is found at.
-        margin = 256
+        margin = 1 << 14  # elements: more than a tile of rows
         whole = np.full(math.prod(shape) + 2 * margin, np.nan, dtype)
         return whole[margin:-margin].reshape(shape)
 
