@@ -237,8 +237,13 @@ def element_bytes(kernel: str, dtype: str) -> int:
     return ITEMSIZE[dtype] if kernel in _TENSOR_CORES else max(4, ITEMSIZE[dtype])
 
 
-def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int) -> int:
-    """Dynamic shared memory of one block; the kernel asserts the same figure."""
+def smem_bytes(
+    kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int, ones: bool = True
+) -> int:
+    """Dynamic shared memory of one block; the kernel asserts the same figure.
+
+    `ones`: whether `fa3_fwd_sm90` may have ones beside V, for which there may be no room.
+    """
     if kernel in (MASK_TILES, BWD_ROWS, BWD_QUERIES, BWD_QUERIES_MMA):
         return 0
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
@@ -258,9 +263,9 @@ def smem_bytes(kernel: str, config: Config, dtype: str, head_dim: int, head_dim_
     if kernel == "fa3_fwd_sm90":
         d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 768
         q, keys = size * m * d, size * config.stages * n * (d + dv)
-        ones = size * config.stages * n * 64 if head_dim_v in (64, 128) else 0
-        if q + keys + ones + control <= _HOPPER.shared_memory:
-            keys += ones  # beside V, if there is room
+        beside = size * config.stages * n * 64 if ones and head_dim_v in (64, 128) else 0
+        if q + keys + beside + control <= _HOPPER.shared_memory:
+            keys += beside
         # Q of the next tile too, if there is room, and unless three warpgroups compute, which have
         # no registers for two tiles at once.
         both = 2 * q + keys + control

@@ -67,7 +67,9 @@ class KernelKey(NamedTuple):
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        return smem_bytes(self.kernel, self.config, self.dtype, self.head_dim, self.head_dim_v)
+        ones = not (self.bias or self.dropout or (self.mask and self.head_dim_v == 128))
+        shape = self.dtype, self.head_dim, self.head_dim_v
+        return smem_bytes(self.kernel, self.config, *shape, ones)
 
     @property
     def state_bytes(self) -> int:

@@ -33,16 +33,22 @@ using Output = MmaFragment<1, kHeadDimV / 8>;
 constexpr int kConsumers = kThreads / 128 - 1;
 constexpr int kControlBytes = 768;  // as in gpu/config.py; not all are used
 
+// Whether keys may be hidden that lie inside a row's bounds, up to all of them.
+constexpr bool kHides = kMask || kBias != kNone;
+
 // Whether V has a slab of ones behind it, so that eight columns of O are the sums of its rows'
 // weights as they are in the product. It takes no instruction, and 3 to 6 % of the product's time;
 // to add up weights takes more. Where the first columns of a slab lie behind V's last, and there is
-// room for it, as smem_bytes of gpu/config.py has it. Not with dropout: sums have all weights.
-constexpr bool kRoomForOnes =
-    (kHeadDimV == 64 || kHeadDimV == 128) &&
+// room for it, as smem_bytes of gpu/config.py has it. Not with dropout: sums have all weights. Nor
+// where a bias, or a mask at 128 columns, is slower by it.
+constexpr bool kOnes =
+    !kDropout && kBias == kNone && (kHeadDimV == 64 || (kHeadDimV == 128 && !kMask)) &&
     TileQ::kBytes + kStages * (TileK::kBytes + (kSlabsV + 1) * kBlockN * 128) + kControlBytes <=
         kSmemBytes;
-constexpr bool kOnes = kRoomForOnes && !kDropout;
-using TileV = SwizzledTile<kBlockN, (kSlabsV + kRoomForOnes) * kSlab>;
+// Whether else rounded weights are added up, for 1.5 instructions each. Not where more is computed
+// for each score: then l divides.
+constexpr bool kAddsRounded = !kOnes && !kHides && !kDropout;
+using TileV = SwizzledTile<kBlockN, (kSlabsV + kOnes) * kSlab>;
 using OutputAndSums = MmaFragment<1, kHeadDimV / 8 + kOnes>;
 
 constexpr int kKeyBytes = kStages * (TileK::kBytes + TileV::kBytes);
@@ -74,9 +80,6 @@ constexpr int kBegun = kTurn + kConsumers;
 // Whether warpgroups pass over blocks of their tile that a bound on the right hides from all their
 // rows. Not beside a mask: the blocks of a tile are no run of numbers there, to be counted.
 constexpr bool kPassHidden = kRight && !kMask && kConsumers > 1;
-
-// Whether keys may be hidden that lie inside a row's bounds, up to all of them.
-constexpr bool kHides = kMask || kBias != kNone;
 
 // Whether blocks that no bound cuts are weighed blind. With a bound on the left and a mask or a
 // bias at once there are no registers for it.
@@ -156,7 +159,7 @@ struct Consumer {
   OutputAndSums o;
   bool fresh;       // O of this tile has not begun: the next product is all of it
   Weights weights;  // P of the latest block, whose product with V is still to come
-  BlindSoftmax<!kOnes> softmax;
+  BlindSoftmax<kAddsRounded> softmax;
 
   DEVICE Consumer(const Params& params, Pipelines pipelines, int warpgroup)
       : p(params), pipes(pipelines), warpgroup(warpgroup), softmax(params) {}
@@ -354,7 +357,7 @@ struct Consumer {
     weigh_first(s);
   }
 
-  // O, without the sums that it may have, which the softmax takes.
+  // O, without the sums that it may have, which the softmax takes to divide by.
   DEVICE decltype(auto) take_sums() {
     if constexpr (kOnes) {
       Output out;
@@ -363,10 +366,14 @@ struct Consumer {
 #pragma unroll
         for (int c = 0; c < Output::kCols; ++c) out.at(r, c) = o.at(r, c);
         // Each of four lanes has the sum of the whole row.
-        softmax.rounded_l[r] = o.at(r, Output::kCols) / Output::kRowLanes;
+        softmax.divisor[r] = o.at(r, Output::kCols) / Output::kRowLanes;
       }
       return out;
     } else {
+      if constexpr (!kAddsRounded) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) softmax.divisor[r] = softmax.l[r];
+      }
       return (o);
     }
   }

@@ -12,13 +12,13 @@ constexpr bool kFollowsWeights = kDType == kFloat16 || kAlibi || kBias != kNone;
 // above it, and the largest float16 is 65504.
 constexpr f32 kMostBlindSum = kDType == kFloat16 ? 32768.f : 0x1p60f;
 
-// Above this a lane's part of a sum counts as lost: the parts of four lanes are to have a finite
-// sum. By that of rounded weights alone, so that whether lse is wanted changes no bit of the output.
+// Above this a lane's part of the divisor counts as lost: the parts of four lanes are to have a
+// finite sum. Not that of l, so that whether lse is wanted changes no bit of the output.
 constexpr f32 kMostSum = 0x1p125f;
 
-// Where a lane's part of l is above this, weights times values may have overflowed that would not
-// with weights up to 2^kSlack (the parts of four lanes are as much as those of 32 such keys): O has
-// to be looked at.
+// Where a lane's part of the divisor is above this, weights times values may have overflowed that
+// would not with weights up to 2^kSlack (the parts of four lanes are as much as those of 32 such
+// keys): O has to be looked at.
 constexpr f32 kDoubtfulSum = 0x1p11f;
 
 // Whether l may be small again where it was above that: m has moved up since then, with blocks that
@@ -35,17 +35,16 @@ constexpr f32 kLongestMove = 125.f;
 
 // The two rows that a lane has of the 16 of its warp.
 //
-// A row's output is divided by the sum of its weights as rounded to 16 bits, as the product has
-// them, so that what rounding adds to a weight is divided by too. A row that sees little but one
-// key then has that key's value, whatever m is; divided by l it would be off by that weight's
-// rounding, but where m is that key's score, whose weight is 1. lse is still by l.
+// A row's output is best divided by the sum of its weights as rounded to 16 bits, as the product
+// has them, so that what rounding adds to a weight is divided by too. A row that sees little but
+// one key then has that key's value, whatever m is; divided by l it would be off by that weight's
+// rounding, but where m is that key's score, whose weight is 1. lse is by l in any case.
 //
-// kAdds: that sum is taken here. If not, whoever has it from the product sets `rounded_l` before
-// the end.
+// kAdds: that sum is taken here. If not, whoever knows better sets `divisor` before the end.
 template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
   static constexpr int kRows = 2;
 
-  Real rounded_l[kRows];  // of l, but the sum of rounded weights
+  Real divisor[kRows];  // this lane's part, as of l, of what the output is divided by
 
   using OnlineSoftmax::OnlineSoftmax;
 
@@ -54,13 +53,13 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     row_maxima(s, m);
     exponentials(s, m, scale, l);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) rounded_l[r] = 0;
+    for (int r = 0; r < kRows; ++r) divisor[r] = 0;
     if constexpr (kAdds) add_rounded(s);
   }
 
   template <class Scores, class Follow> DEVICE void update_apart(Scores& s, Follow follow) {
     OnlineSoftmax::update_apart(s, [&](int r, Real factor) {
-      rounded_l[r] *= factor;
+      divisor[r] *= factor;
       follow(r, factor);
     });
     if constexpr (kAdds) add_rounded(s);
@@ -113,7 +112,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     bool doubtful = kMayShrink;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      doubtful |= !(rounded_l[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
+      doubtful |= !(divisor[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
     return ptx::vote_any(doubtful);
   }
 
@@ -123,9 +122,9 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (tile.row0 + o.row(r) >= p.seqlen_q) continue;  // all its keys may have been masked
-      lost |= !(rounded_l[r] <= kMostSum);
-      // Where the other is not lost l is finite too, unless m has made both smaller since: then l
-      // may have been infinite, and the other within rounding of it.
+      lost |= !(divisor[r] <= kMostSum);
+      // Where the divisor is not lost l is finite too, unless m has made both smaller since: then l
+      // may have been infinite, and the divisor within rounding of it.
       lost |= kLse && kMayShrink && !(l[r] < infinity());
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) lost |= !(abs_of(o.at(r, c)) < infinity());
@@ -138,11 +137,11 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
   template <class Output> DEVICE void move_to_top(Output& o) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Real sum = row_sum<Output::kRowLanes>(rounded_l[r]);
+      const Real sum = row_sum<Output::kRowLanes>(divisor[r]);
       if (!(sum > 1)) continue;
       const Real rescale = move(r, sum);
       l[r] *= rescale;
-      rounded_l[r] *= rescale;
+      divisor[r] *= rescale;
       scale_row(o, r, rescale);
     }
   }
@@ -153,14 +152,14 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     const Real sink = sink_of(p, tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      factors[r] = end_row(p, m[r], row_sum<kRowLanes>(rounded_l[r]), sink).factor;
+      factors[r] = end_row(p, m[r], row_sum<kRowLanes>(divisor[r]), sink).factor;
       // The compiler keeps the lanes' exchange, and so l, even where lse is not stored.
       lse[r] = kLse ? end_row(p, m[r], row_sum<kRowLanes>(l[r]), sink).lse : Real(0);
     }
   }
 
  private:
-  // Rounds weights, and adds them to rounded_l. By pairs, and by rows in turn: the sums are two
+  // Rounds weights, and adds them to the divisor. By pairs, and by rows in turn: the sums are two
   // chains of half as many additions, neither of which waits for the other.
   template <class Scores> DEVICE void add_rounded(Scores& s) {
     Real sum[kRows] = {};
@@ -174,7 +173,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
         sum[r] += pair.x[0] + pair.x[1];
       }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) rounded_l[r] += sum[r];
+    for (int r = 0; r < kRows; ++r) divisor[r] += sum[r];
   }
 
   // Moves m up, so that a weight of `weight` becomes about 1; returns what to multiply weights by.
@@ -195,7 +194,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
       for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
       const Real rescale = move(r, row_max<Scores::kRowLanes>(top));
       l[r] *= rescale;
-      rounded_l[r] *= rescale;
+      divisor[r] *= rescale;
       follow(r, rescale);
       sum[r] = 0;  // anew: it may have been infinite where no weight is
 #pragma unroll
