@@ -87,8 +87,8 @@ def exact(
     - Weights rounded to 16 bits: ``u * p @ |v|``, and half of the smallest number for each, or the
       accumulator's smallest normal number, below which weights may be flushed to zero. In float64
       those of the oracle are, while what a kernel has summed by an earlier maximum is not.
-    - A sum of rounded weights, by which Hopper's kernel divides: all that again, with ``|out|`` in
-      place of ``|v|``.
+    - A sum of rounded weights, by which Hopper's kernel may divide: all that again, with ``|out|``
+      in place of ``|v|``.
     - Results below the normal numbers: the accumulator's smallest number for each key, since a
       product with so small a value is rounded to a multiple of it.
     - The result: two units in the last place of the largest element of its row. Of algorithm

@@ -237,13 +237,19 @@ def element_bytes(kernel: str, dtype: str) -> int:
     return ITEMSIZE[dtype] if kernel in _TENSOR_CORES else max(4, ITEMSIZE[dtype])
 
 
-def smem_bytes(
-    kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int, ones: bool = True
-) -> int:
-    """Dynamic shared memory of one block; the kernel asserts the same figure.
+def room_for_ones(config: Config, head_dim: int, head_dim_v: int) -> bool:
+    """Whether `fa3_fwd_sm90` can have columns of ones behind V, and all else that it has."""
+    args = ("fa3_fwd_sm90", config, "bfloat16", head_dim, head_dim_v)
+    reserved = 1024  # of each block
+    all_blocks = (smem_bytes(*args, ones=True) + reserved) * config.blocks_per_sm
+    return head_dim_v in (64, 128) and all_blocks <= _HOPPER.shared_memory + reserved
 
-    `ones`: whether `fa3_fwd_sm90` may have ones beside V, for which there may be no room.
-    """
+
+def smem_bytes(
+    kernel: str, config: Config, dtype: str, head_dim: int, head_dim_v: int, ones: bool = False
+) -> int:
+    """Dynamic shared memory of one block, in `fa3_fwd_sm90` with or without ones behind V; the
+    kernel asserts the same figure."""
     if kernel in (MASK_TILES, BWD_ROWS, BWD_QUERIES, BWD_QUERIES_MMA):
         return 0
     m, n, size = config.block_m, config.block_n, element_bytes(kernel, dtype)
@@ -263,13 +269,11 @@ def smem_bytes(
     if kernel == "fa3_fwd_sm90":
         d, dv, control = round_up(head_dim, 64), round_up(head_dim_v, 64), 768
         q, keys = size * m * d, size * config.stages * n * (d + dv)
-        beside = size * config.stages * n * 64 if ones and head_dim_v in (64, 128) else 0
-        if q + keys + beside + control <= _HOPPER.shared_memory:
-            keys += beside
         # Q of the next tile too, if there is room, and unless three warpgroups compute, which have
         # no registers for two tiles at once.
         both = 2 * q + keys + control
-        return both if m <= 128 and both <= _HOPPER.shared_memory else both - q
+        needed = both if m <= 128 and both <= _HOPPER.shared_memory else both - q
+        return needed + (size * config.stages * n * 64 if ones else 0)
     if kernel == "fa1_fwd":
         slices = config.threads // 32
         k, partial_outputs = size * n * head_dim, 4 * (slices - 1) * m * head_dim_v

@@ -14,6 +14,7 @@ from cufa.gpu.config import (
     Config,
     find_config,
     kind_of_scores,
+    room_for_ones,
     round_up,
     smem_bytes,
     state_bytes,
@@ -65,11 +66,20 @@ class KernelKey(NamedTuple):
     result: str | None = None
 
     @property
+    def ones(self) -> bool:
+        """Whether `fa3_fwd_sm90` has columns of ones behind V, for the sums of weights as they are
+        in the product: not of those that dropout drops. A bias, or a mask at 128 columns, would be
+        slower by them."""
+        slower = self.bias or (self.mask and self.head_dim_v == 128)
+        if self.kernel != "fa3_fwd_sm90" or self.dropout or slower:
+            return False
+        return room_for_ones(self.config, self.head_dim, self.head_dim_v)
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        ones = not (self.bias or self.dropout or (self.mask and self.head_dim_v == 128))
         shape = self.dtype, self.head_dim, self.head_dim_v
-        return smem_bytes(self.kernel, self.config, *shape, ones)
+        return smem_bytes(self.kernel, self.config, *shape, self.ones)
 
     @property
     def state_bytes(self) -> int:
@@ -84,6 +94,7 @@ class KernelKey(NamedTuple):
         for name in ("dtype", "bias", "result"):
             facts[name] = _DTYPE_NUMBER[facts[name]]
         facts |= self.config._asdict()
+        facts["ones"] = self.ones
         facts |= {"smem_bytes": self.smem_bytes, "state_bytes": self.state_bytes}
         facts["params_bytes"] = PARAMS.itemsize
         facts["backward_params_bytes"] = BACKWARD_PARAMS.itemsize

@@ -6,7 +6,8 @@
 //   out   o [B, H, Tq, Dv]  lse [B, H, Tq]      float32, natural log
 //   grid  at most as many blocks as the card has room for: they stay, and take tile after tile
 //   block warpgroups that compute, of 64 rows each; then one that loads
-//   smem  kQBuffers tiles of Q, kStages each of K and V; mbarriers and jobs in kControlBytes
+//   smem  kQBuffers tiles of Q, kStages each of K and V, with ones behind V if kOnes; mbarriers and
+//         jobs in kControlBytes
 //
 // docs/hopper.md tells the whole.
 #include "attn/blind_softmax.cuh"
@@ -33,21 +34,9 @@ using Output = MmaFragment<1, kHeadDimV / 8>;
 constexpr int kConsumers = kThreads / 128 - 1;
 constexpr int kControlBytes = 768;  // as in gpu/config.py; not all are used
 
-// Whether keys may be hidden that lie inside a row's bounds, up to all of them.
-constexpr bool kHides = kMask || kBias != kNone;
-
-// Whether V has a slab of ones behind it, so that eight columns of O are the sums of its rows'
-// weights as they are in the product. It takes no instruction, and 3 to 6 % of the product's time;
-// to add up weights takes more. Where the first columns of a slab lie behind V's last, and there is
-// room for it, as smem_bytes of gpu/config.py has it. Not with dropout: sums have all weights. Nor
-// where a bias, or a mask at 128 columns, is slower by it.
-constexpr bool kOnes =
-    !kDropout && kBias == kNone && (kHeadDimV == 64 || (kHeadDimV == 128 && !kMask)) &&
-    TileQ::kBytes + kStages * (TileK::kBytes + (kSlabsV + 1) * kBlockN * 128) + kControlBytes <=
-        kSmemBytes;
-// Whether else rounded weights are added up, for 1.5 instructions each. Not where more is computed
-// for each score: then l divides.
-constexpr bool kAddsRounded = !kOnes && !kHides && !kDropout;
+// Behind V's slabs may be one of ones (plan.py: KernelKey.ones): eight columns of O are then the
+// sums of its rows' weights, as these are in the product. They take no instruction, and 3 to 6 % of
+// the time of both products; to add weights up takes more.
 using TileV = SwizzledTile<kBlockN, (kSlabsV + kOnes) * kSlab>;
 using OutputAndSums = MmaFragment<1, kHeadDimV / 8 + kOnes>;
 
@@ -80,6 +69,15 @@ constexpr int kBegun = kTurn + kConsumers;
 // Whether warpgroups pass over blocks of their tile that a bound on the right hides from all their
 // rows. Not beside a mask: the blocks of a tile are no run of numbers there, to be counted.
 constexpr bool kPassHidden = kRight && !kMask && kConsumers > 1;
+
+// Whether keys may be hidden that lie inside a row's bounds, up to all of them.
+constexpr bool kHides = kMask || kBias != kNone;
+
+// What O is divided by. To round weights and add them up takes 1.5 instructions more for each: not
+// where more is computed for each score.
+constexpr DivideBy kDivideBy = kOnes                          ? DivideBy::kProduct
+                               : kHides || kAlibi || kDropout ? DivideBy::kL
+                                                              : DivideBy::kRounded;
 
 // Whether blocks that no bound cuts are weighed blind. With a bound on the left and a mask or a
 // bias at once there are no registers for it.
@@ -117,14 +115,11 @@ struct Pipelines {
     path.init();
   }
 
-  // By all threads.
+  // By all threads. The product reads the first eight columns, which the swizzle has anywhere in
+  // the rows of the slab.
   DEVICE void write_ones() const {
-    constexpr int kWords = TileV::kSlabBytes / 4;
-    const u32 ones = pack(1, 1);
-    for (int i = ptx::tid_x(); i < kStages * kWords; i += kThreads) {
-      const u32 slab = TileV{v.tiles + i / kWords * TileV::kBytes}.slab(kSlabsV);
-      shared<u32>(slab + i % kWords * 4) = ones;
-    }
+    for (int i = 0; i < kStages; ++i)
+      TileV{v.tiles + i * TileV::kBytes}.fill_slab(kSlabsV, pack(1, 1));
     ptx::fence_proxy_async_shared();  // products read them
   }
 };
@@ -159,7 +154,7 @@ struct Consumer {
   OutputAndSums o;
   bool fresh;       // O of this tile has not begun: the next product is all of it
   Weights weights;  // P of the latest block, whose product with V is still to come
-  BlindSoftmax<kAddsRounded> softmax;
+  BlindSoftmax<kDivideBy> softmax;
 
   DEVICE Consumer(const Params& params, Pipelines pipelines, int warpgroup)
       : p(params), pipes(pipelines), warpgroup(warpgroup), softmax(params) {}
@@ -357,23 +352,17 @@ struct Consumer {
     weigh_first(s);
   }
 
-  // O, without the sums that it may have, which the softmax takes to divide by.
+  // O alone: the softmax takes the sums that may stand behind it.
   DEVICE decltype(auto) take_sums() {
     if constexpr (kOnes) {
       Output out;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < 2; ++r)
 #pragma unroll
         for (int c = 0; c < Output::kCols; ++c) out.at(r, c) = o.at(r, c);
-        // Each of four lanes has the sum of the whole row.
-        softmax.divisor[r] = o.at(r, Output::kCols) / Output::kRowLanes;
-      }
+      softmax.take_sums(o, Output::kCols);
       return out;
     } else {
-      if constexpr (!kAddsRounded) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) softmax.divisor[r] = softmax.l[r];
-      }
       return (o);
     }
   }

@@ -13,7 +13,7 @@ constexpr bool kFollowsWeights = kDType == kFloat16 || kAlibi || kBias != kNone;
 constexpr f32 kMostBlindSum = kDType == kFloat16 ? 32768.f : 0x1p60f;
 
 // Above this a lane's part of the divisor counts as lost: the parts of four lanes are to have a
-// finite sum. Not that of l, so that whether lse is wanted changes no bit of the output.
+// finite sum. Not of l, so that whether lse is wanted changes no bit of the output.
 constexpr f32 kMostSum = 0x1p125f;
 
 // Where a lane's part of the divisor is above this, weights times values may have overflowed that
@@ -21,8 +21,9 @@ constexpr f32 kMostSum = 0x1p125f;
 // keys): O has to be looked at.
 constexpr f32 kDoubtfulSum = 0x1p11f;
 
-// Whether l may be small again where it was above that: m has moved up since then, with blocks that
-// a bound on the left cuts, or by weights. Those of float16 are never so large that O overflows.
+// Whether the divisor may be small again where it was above that: m has moved up since then, with
+// blocks that a bound on the left cuts, or by weights. Those of float16 are never so large that O
+// overflows.
 constexpr bool kMayShrink = kLeft || (kFollowsWeights && kDType == kBFloat16);
 
 // A row with no higher score than this counts as one that has seen no key: some hide keys by biases
@@ -33,18 +34,21 @@ DEVICE Real hidden_score() { return kBias != kNone ? -1000.f : -infinity(); }
 // How far, in powers of 2, m moves up at once: what is below 2^-126 counts as 0.
 constexpr f32 kLongestMove = 125.f;
 
-// The two rows that a lane has of the 16 of its warp.
+// What a row's output is divided by.
 //
-// A row's output is best divided by the sum of its weights as rounded to 16 bits, as the product
-// has them, so that what rounding adds to a weight is divided by too. A row that sees little but
-// one key then has that key's value, whatever m is; divided by l it would be off by that weight's
-// rounding, but where m is that key's score, whose weight is 1. lse is by l in any case.
-//
-// kAdds: that sum is taken here. If not, whoever knows better sets `divisor` before the end.
-template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
-  static constexpr int kRows = 2;
+// Weights are rounded to 16 bits for the product. Divided by the sum of rounded weights, what
+// rounding adds to a weight is divided by too: a row that sees little but one key has that key's
+// value, whatever m is. Divided by l it is off by that weight's rounding, except where m is that
+// key's score, whose weight is 1.
+enum class DivideBy {
+  kL,        // the sum of weights as they are
+  kRounded,  // that of rounded weights, which are added up here
+  kProduct   // the same, from the product
+};
 
-  Real divisor[kRows];  // this lane's part, as of l, of what the output is divided by
+// The two rows that a lane has of the 16 of its warp. lse is by l in any case.
+template <DivideBy kDivideBy> struct BlindSoftmax : private OnlineSoftmax<2> {
+  static constexpr int kRows = 2;
 
   using OnlineSoftmax::OnlineSoftmax;
 
@@ -53,16 +57,16 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     row_maxima(s, m);
     exponentials(s, m, scale, l);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) divisor[r] = 0;
-    if constexpr (kAdds) add_rounded(s);
+    for (int r = 0; r < kRows; ++r) rounded_l[r] = 0;
+    if constexpr (kDivideBy == DivideBy::kRounded) round_and_add(s);
   }
 
   template <class Scores, class Follow> DEVICE void update_apart(Scores& s, Follow follow) {
     OnlineSoftmax::update_apart(s, [&](int r, Real factor) {
-      divisor[r] *= factor;
+      rounded_l[r] *= factor;
       follow(r, factor);
     });
-    if constexpr (kAdds) add_rounded(s);
+    if constexpr (kDivideBy == DivideBy::kRounded) round_and_add(s);
   }
 
   // Whether this lane's rows have an m by which blocks can be weighed blind, those that exist.
@@ -103,7 +107,14 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) l[r] += sum[r];
-    if constexpr (kAdds) add_rounded(s);
+    if constexpr (kDivideBy == DivideBy::kRounded) round_and_add(s);
+  }
+
+  // Sums of rounded weights, from a column of the output. Every lane of a row has all of its sum,
+  // and takes its part.
+  template <class Output> DEVICE void take_sums(Output& o, int column) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) rounded_l[r] = o.at(r, column) / Output::kRowLanes;
   }
 
   // Whether the row sums of the warp call for a closer look, as few do.
@@ -112,7 +123,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     bool doubtful = kMayShrink;
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
-      doubtful |= !(divisor[r] <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
+      doubtful |= !(divisor(r) <= kDoubtfulSum) && tile.row0 + o.row(r) < p.seqlen_q;
     return ptx::vote_any(doubtful);
   }
 
@@ -122,7 +133,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (tile.row0 + o.row(r) >= p.seqlen_q) continue;  // all its keys may have been masked
-      lost |= !(divisor[r] <= kMostSum);
+      lost |= !(divisor(r) <= kMostSum);
       // Where the divisor is not lost l is finite too, unless m has made both smaller since: then l
       // may have been infinite, and the divisor within rounding of it.
       lost |= kLse && kMayShrink && !(l[r] < infinity());
@@ -132,16 +143,16 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     return ptx::vote_any(lost);
   }
 
-  // And moves m up to about where the largest score is, as l tells: the sum of an old m and a large
-  // log of l would be less exact, and beside a sink the weight of an old m may vanish.
+  // And moves m up to about where the largest score is, as the divisor tells: the sum of an old m
+  // and a large log of l would be less exact, and beside a sink the weight of an old m may vanish.
   template <class Output> DEVICE void move_to_top(Output& o) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const Real sum = row_sum<Output::kRowLanes>(divisor[r]);
+      const Real sum = row_sum<Output::kRowLanes>(divisor(r));
       if (!(sum > 1)) continue;
       const Real rescale = move(r, sum);
       l[r] *= rescale;
-      divisor[r] *= rescale;
+      rounded_l[r] *= rescale;
       scale_row(o, r, rescale);
     }
   }
@@ -152,16 +163,20 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
     const Real sink = sink_of(p, tile);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      factors[r] = end_row(p, m[r], row_sum<kRowLanes>(divisor[r]), sink).factor;
+      factors[r] = end_row(p, m[r], row_sum<kRowLanes>(divisor(r)), sink).factor;
       // The compiler keeps the lanes' exchange, and so l, even where lse is not stored.
       lse[r] = kLse ? end_row(p, m[r], row_sum<kRowLanes>(l[r]), sink).lse : Real(0);
     }
   }
 
  private:
-  // Rounds weights, and adds them to the divisor. By pairs, and by rows in turn: the sums are two
-  // chains of half as many additions, neither of which waits for the other.
-  template <class Scores> DEVICE void add_rounded(Scores& s) {
+  Real rounded_l[kRows];  // of l, but the sum of rounded weights; not kept where l divides
+
+  // This lane's part of what the row's output is divided by.
+  DEVICE Real divisor(int r) const { return kDivideBy == DivideBy::kL ? l[r] : rounded_l[r]; }
+
+  // By pairs, and by rows in turn, as in `update_blind`.
+  template <class Scores> DEVICE void round_and_add(Scores& s) {
     Real sum[kRows] = {};
 #pragma unroll
     for (int c = 0; c < Scores::kCols; c += 2)
@@ -173,7 +188,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
         sum[r] += pair.x[0] + pair.x[1];
       }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) divisor[r] += sum[r];
+    for (int r = 0; r < kRows; ++r) rounded_l[r] += sum[r];
   }
 
   // Moves m up, so that a weight of `weight` becomes about 1; returns what to multiply weights by.
@@ -194,7 +209,7 @@ template <bool kAdds> struct BlindSoftmax : OnlineSoftmax<2> {
       for (int c = 0; c < Scores::kCols; ++c) top = larger(top, s.at(r, c));
       const Real rescale = move(r, row_max<Scores::kRowLanes>(top));
       l[r] *= rescale;
-      divisor[r] *= rescale;
+      rounded_l[r] *= rescale;
       follow(r, rescale);
       sum[r] = 0;  // anew: it may have been infinite where no weight is
 #pragma unroll

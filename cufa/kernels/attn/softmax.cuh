@@ -12,7 +12,8 @@
 constexpr f32 kFoldLimit = 16384.f;
 
 // How far, as an exponent of 2, a score may exceed m before m and the output follow it: until then
-// weights are up to 2^kSlack, which costs no precision, and most blocks multiply no output.
+// weights are up to 2^kSlack, and most blocks multiply no output. In 16 bits the largest weight is
+// then rounded like others, where with its score for m it would be 1.
 constexpr f32 kSlack = 8.f;
 
 // From scores, as score_mod leaves them, to exponents of 2; positive, so that the order stays.

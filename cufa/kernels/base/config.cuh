@@ -35,6 +35,7 @@ constexpr int kBlockN = CUFA_BLOCK_N;
 constexpr int kThreads = CUFA_THREADS;
 constexpr int kStages = CUFA_STAGES;
 constexpr int kBlocksPerSm = CUFA_BLOCKS_PER_SM;
+constexpr bool kOnes = CUFA_ONES;            // columns of ones lie behind V: fa3_fwd_sm90
 
 // What Python has computed from the above, to be checked against what the kernel uses
 constexpr int kSmemBytes = CUFA_SMEM_BYTES;

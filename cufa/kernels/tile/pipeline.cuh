@@ -45,8 +45,8 @@ template <int kStages> struct Pipeline {
   }
 };
 
-// Tiles that TMA brings, or their first kLoaded slabs.
-template <class Tile, int kStages, int kLoaded = Tile::kWholeSlabs>
+// Tiles of which TMA brings the first kLoadedSlabs; what lies behind those is not touched.
+template <class Tile, int kStages, int kLoadedSlabs = Tile::kWholeSlabs>
 struct TilePipeline : Pipeline<kStages> {
   u32 tiles;
 
@@ -62,9 +62,9 @@ struct TilePipeline : Pipeline<kStages> {
   DEVICE void load(const ptx::TensorMap& map, int row0, int head, int batch) {
     const Tile to{tiles + this->stage() * Tile::kBytes};
     this->wait_empty();
-    ptx::mbarrier_arrive_expect_tx(this->full(), kLoaded * Tile::kSlabBytes);
+    ptx::mbarrier_arrive_expect_tx(this->full(), kLoadedSlabs * Tile::kSlabBytes);
 #pragma unroll
-    for (int i = 0; i < kLoaded; ++i)
+    for (int i = 0; i < kLoadedSlabs; ++i)
       ptx::cp_async_bulk_tensor_4d_load(to.slab(i), map, i * Tile::kSlabCols, row0, head, batch,
                                         this->full());
     ++this->count;

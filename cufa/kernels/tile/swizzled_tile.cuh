@@ -40,6 +40,12 @@ template <int kRows, int kCols> struct SwizzledTile {
     return {base + rows * 128};
   }
 
+  // Every 4 bytes of a slab become `word`; by all threads of the block.
+  DEVICE void fill_slab(int i, u32 word) const {
+    for (int at = 4 * ptx::tid_x(); at < kSlabBytes; at += 4 * kThreads)
+      shared<u32>(slab(i) + at) = word;
+  }
+
   // Address of any chunk; there is no half slab.
   DEVICE u32 address(int row, int chunk) const {
     static_assert(!kHalfSlab);
@@ -58,7 +64,7 @@ template <int kRows, int kCols> struct SwizzledTile {
   // addresses come from one register by one instruction each.
   DEVICE static u32 at(Origin origin, int down, int step) {
     return step < 4 * kWholeSlabs
-               ? (origin.whole ^ step % 4 * 32) + step / 4 * (kRows * 128) + down * 128
+               ? (origin.whole ^ step % 4 * 32) + step / 4 * kSlabBytes + down * 128
                : (origin.last ^ step % 4 * 32) + down * 64;
   }
 };
