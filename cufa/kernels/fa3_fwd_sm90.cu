@@ -319,6 +319,7 @@ struct Consumer {
       ptx::wgmma_wait_group<0>();
       apply_bounds(s, p, job.tile, block.n * kBlockN);
       inputs.hide(s);
+      if constexpr (kOnes && kMayShrink) softmax.take_sums(o, Output::kCols);
       softmax.update_apart(s, follow);
     }
     pipes.k.give_back();

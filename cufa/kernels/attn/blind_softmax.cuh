@@ -13,7 +13,7 @@ constexpr bool kFollowsWeights = kDType == kFloat16 || kAlibi || kBias != kNone;
 constexpr f32 kMostBlindSum = kDType == kFloat16 ? 32768.f : 0x1p60f;
 
 // Above this a lane's part of the divisor counts as lost: the parts of four lanes are to have a
-// finite sum. Not of l, so that whether lse is wanted changes no bit of the output.
+// finite sum. l is finite then too; not to ask it keeps the output the same whether lse is wanted.
 constexpr f32 kMostSum = 0x1p125f;
 
 // Where a lane's part of the divisor is above this, weights times values may have overflowed that
@@ -61,8 +61,10 @@ template <DivideBy kDivideBy> struct BlindSoftmax : private OnlineSoftmax<2> {
     if constexpr (kDivideBy == DivideBy::kRounded) round_and_add(s);
   }
 
+  // A row whose sum is too large by now stays lost, though m moves up and makes it small.
   template <class Scores, class Follow> DEVICE void update_apart(Scores& s, Follow follow) {
     OnlineSoftmax::update_apart(s, [&](int r, Real factor) {
+      if (kMayShrink && kDivideBy != DivideBy::kL && !(rounded_l[r] <= kMostSum)) factor = nan();
       rounded_l[r] *= factor;
       follow(r, factor);
     });
@@ -134,9 +136,6 @@ template <DivideBy kDivideBy> struct BlindSoftmax : private OnlineSoftmax<2> {
     for (int r = 0; r < kRows; ++r) {
       if (tile.row0 + o.row(r) >= p.seqlen_q) continue;  // all its keys may have been masked
       lost |= !(divisor(r) <= kMostSum);
-      // Where the divisor is not lost l is finite too, unless m has made both smaller since: then l
-      // may have been infinite, and the divisor within rounding of it.
-      lost |= kLse && kMayShrink && !(l[r] < infinity());
 #pragma unroll
       for (int c = 0; c < Output::kCols; ++c) lost |= !(abs_of(o.at(r, c)) < infinity());
     }
