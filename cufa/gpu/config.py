@@ -237,12 +237,17 @@ def element_bytes(kernel: str, dtype: str) -> int:
     return ITEMSIZE[dtype] if kernel in _TENSOR_CORES else max(4, ITEMSIZE[dtype])
 
 
-def room_for_ones(config: Config, head_dim: int, head_dim_v: int) -> bool:
+def blocks_fit(config: Config, smem: int, shared_memory: int) -> bool:
+    """Whether a multiprocessor has room for the blocks that are to share it, of `smem` bytes each,
+    if it gives a single one `shared_memory`."""
+    reserved = 1024  # by the driver, of each block
+    return (smem + reserved) * config.blocks_per_sm <= shared_memory + reserved
+
+
+def room_for_ones(config: Config, dtype: str, head_dim: int, head_dim_v: int) -> bool:
     """Whether `fa3_fwd_sm90` can have columns of ones behind V, and all else that it has."""
-    args = ("fa3_fwd_sm90", config, "bfloat16", head_dim, head_dim_v)
-    reserved = 1024  # of each block
-    all_blocks = (smem_bytes(*args, ones=True) + reserved) * config.blocks_per_sm
-    return head_dim_v in (64, 128) and all_blocks <= _HOPPER.shared_memory + reserved
+    smem = smem_bytes("fa3_fwd_sm90", config, dtype, head_dim, head_dim_v, ones=True)
+    return head_dim_v in (64, 128) and blocks_fit(config, smem, _HOPPER.shared_memory)
 
 
 def smem_bytes(

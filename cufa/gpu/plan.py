@@ -73,13 +73,13 @@ class KernelKey(NamedTuple):
         slower = self.bias or (self.mask and self.head_dim_v == 128)
         if self.kernel != "fa3_fwd_sm90" or self.dropout or slower:
             return False
-        return room_for_ones(self.config, self.head_dim, self.head_dim_v)
+        return room_for_ones(self.config, self.dtype, self.head_dim, self.head_dim_v)
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        shape = self.dtype, self.head_dim, self.head_dim_v
-        return smem_bytes(self.kernel, self.config, *shape, self.ones)
+        dims = self.head_dim, self.head_dim_v
+        return smem_bytes(self.kernel, self.config, self.dtype, *dims, self.ones)
 
     @property
     def state_bytes(self) -> int:

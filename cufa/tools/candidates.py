@@ -11,6 +11,7 @@ from cufa.gpu.config import (
     LENGTHS,
     Config,
     Scores,
+    blocks_fit,
     element_bytes,
     find_config,
     round_up,
@@ -19,8 +20,8 @@ from cufa.gpu.config import (
 from cufa.gpu.device import Device
 
 _HEAD_DIMS = range(32, 257, 32)
-#: A multiprocessor's: registers, threads, and shared memory that the system keeps of each block.
-_REGISTERS, _THREADS, _RESERVED = 65536, 2048, 1024
+#: A multiprocessor's registers and threads.
+_REGISTERS, _THREADS = 65536, 2048
 _HALF, _TWICE = Fraction(1, 2), Fraction(2)
 _STEPS = (_HALF, Fraction(3, 4), Fraction(1), Fraction(3, 2), _TWICE)
 
@@ -127,12 +128,7 @@ def _fits(kernel: str, c: Config, dtype: str, d: int, dv: int, device: Device) -
     accumulators = wide * c.block_m * (c.block_n + dv) / c.threads
     registers = min(255, _REGISTERS // (c.threads * c.blocks_per_sm))
     smem = smem_bytes(kernel, c, dtype, d, dv)
-    all_blocks = (smem + _RESERVED) * c.blocks_per_sm
-    return (
-        accumulators < registers
-        and smem <= device.shared_memory
-        and all_blocks <= device.shared_memory + _RESERVED
-    )
+    return accumulators < registers and blocks_fit(c, smem, device.shared_memory)
 
 
 def _distance(a: Config, b: Config) -> float:
